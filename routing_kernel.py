@@ -1,0 +1,674 @@
+"""
+What routing computes: at every site, a softmax-weighted mix of all sources so far.
+
+Read `route` first; it is the whole definition, the fallback, and the oracle of the tests. The
+Triton kernels below it are the same lines reorganised so that few bytes move (there is almost
+no arithmetic: site s reads s + 1 rows of width D for every position):
+
+  two phases     The queries do not depend on the input. So at every eighth site one pass over
+                 the finished sources starts the softmax of the next C = 8 sites (`read_group`);
+                 each site then only adds the few sources born since (`read_site`).
+  gather         Backward keeps the gradient rows of all sites. When source n's turn comes, every
+                 later site's row is known, so its gradient is one sum over them: no accumulation
+                 in global memory, no atomics, bitwise repeatable. It has the same two shapes:
+                 `grad_group` sums over all later sites for C sources at once, `grad_site` adds
+                 the few sites of the source's own group.
+
+Symbols: B batch, T sequence, D width, H routing heads of width K = D / H, S sites, N sources.
+"""
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+
+# ---- the definition
+
+def upcast(x):
+    """x in fp32, or wider if it is: sums over depth and width are never taken in 16 bits."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def route_weights(query, sources, n_head, eps=1e-6):
+    """
+    The softmax over depth of one site.
+
+    query (D,): the site's effective query q * g; sources: a list of N tensors ... D. Returns
+    (N, ..., H) in fp32 or wider, summing to one over N. The query is rounded to the sources' dtype
+    first, as autocast rounds any weight. ValueError if H does not divide D.
+    """
+    D = query.shape[-1]
+    if n_head < 1 or D % n_head:
+        raise ValueError(f'{n_head} routing heads do not divide the width {D}')
+    s = upcast(torch.stack(sources))                                        # N ... D
+    k = s * torch.rsqrt(s.pow(2).mean(-1, keepdim=True) + eps)              # RMS over the full row, then sliced
+    q = query.to(sources[0].dtype).to(s.dtype)
+    z = (q * k).unflatten(-1, (n_head, -1)).sum(-1)                         # N ... H    <q[h], k_n[h]>
+    return z.softmax(0)
+
+
+def route(query, sources, n_head, eps=1e-6):
+    """
+    What one site reads: out[h] = sum_n w[n, h] * s_n[h], the values not normalised (Multi-Head
+    Attention Residuals, Luo, Cai, Hu, 2026; with n_head = 1 Attention Residuals, Kimi Team, 2026).
+    Arguments as in route_weights. Returns ... D in the sources' dtype, rounded once.
+    """
+    w = route_weights(query, sources, n_head, eps)                          # N ... H
+    s = upcast(torch.stack(sources)).unflatten(-1, (n_head, -1))            # N ... H K
+    return (w[..., None] * s).sum(0).flatten(-2).to(sources[0].dtype)       # ... D
+
+
+# ---- forward kernels. Buffers are row-major, BT = B * T positions:
+#   V    (N, BT, D)   sources              RSTD (BT, N)      1 / RMS of each source's row
+#   O    (S, BT, D)   reads                LSE  (BT, H, S)   log-sum-exp of each site's logits
+#   Q    (S, D)       effective queries    (N and S padded to multiples of 16 in RSTD and LSE)
+#
+# Tiles need powers of two and K is often none, so a head's slice is held as a tuple of equal pieces,
+# `PARTS` of KW columns (K = 160 is 5 x 32, with no lane idle). In the group kernels each of W warps has its own.
+
+jit = (lambda *f, **kw: f[0] if f else lambda f: f) if triton is None else triton.jit
+
+
+@jit
+def load_parts(rows, col, mask, K: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
+               KEEP: tl.constexpr):
+    """
+    A tuple of PARTS tiles, columns col + j * KW of a head's slice; rows are pointers to where it starts.
+    Rows are read once and stay out of the first-level cache, so that the queries (KEEP) stay in it.
+    """
+    parts = ()
+    for j in tl.static_range(PARTS):
+        parts = parts + (tl.load(rows + col + j * KW, mask=mask if EVEN else mask & (col + j * KW < K), other=0.0,
+                                 cache_modifier='.ca' if KEEP else '.cg'),)
+    return parts
+
+
+@jit
+def store_parts(rows, col, mask, parts, scale, K: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr):
+    for j in tl.static_range(PARTS):
+        tl.store(rows + col + j * KW, (parts[j] * scale).to(rows.dtype.element_ty),
+                 mask=mask if EVEN else mask & (col + j * KW < K))
+
+
+@jit
+def zeros(shape: tl.constexpr, PARTS: tl.constexpr):
+    parts = ()
+    for _ in tl.static_range(PARTS):
+        parts = parts + (tl.zeros(shape, tl.float32),)
+    return parts
+
+
+@jit
+def inner(a, b, PARTS: tl.constexpr):
+    """<a, b> over a head's columns, in fp32."""
+    total = tl.sum(a[0].to(tl.float32) * b[0], 1)
+    for j in tl.static_range(1, PARTS):
+        total += tl.sum(a[j].to(tl.float32) * b[j], 1)
+    return total
+
+
+@jit
+def weighted(acc, scale, rows, weight, PARTS: tl.constexpr):
+    """acc * scale + rows * weight, piece by piece, in fp32."""
+    out = ()
+    for j in tl.static_range(PARTS):
+        out = out + (acc[j].to(tl.float32) * scale + rows[j] * weight,)
+    return out
+
+
+@jit
+def matmul(a, rows, PARTS: tl.constexpr):
+    """a rows^T: <a, row> for every pair, added up over the W warps that share a head."""
+    total = tl.dot(a[0], tl.permute(rows[0], (0, 2, 1)), input_precision='tf32x3')
+    for j in tl.static_range(1, PARTS):
+        total = tl.dot(a[j], tl.permute(rows[j], (0, 2, 1)), total, input_precision='tf32x3')
+    return tl.sum(total, 0)
+
+
+@jit
+def mix(acc, scale, rows, weights, W: tl.constexpr, PARTS: tl.constexpr):
+    """acc * scale + weights rows."""
+    weights = tl.broadcast_to(weights.to(rows[0].dtype)[None, :, :], [W, weights.shape[0], weights.shape[1]])
+    out = ()
+    for j in tl.static_range(PARTS):
+        out = out + (tl.dot(weights, rows[j], acc[j] * scale, input_precision='tf32x3'),)
+    return out
+
+
+@jit(do_not_specialize=['s', 'base', 'n'])
+def read_site(X, V, RSTD, Q, O, LSE, s, base, n, BT, NP, SP, eps,
+              H: tl.constexpr, K: tl.constexpr, HB: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr,
+              STAGES: tl.constexpr, CARRY: tl.constexpr, FRESH: tl.constexpr):
+    """
+    One position of one site: source n, whose rows are X and which is kept in V if FRESH, the carried (O, LSE)
+    of the sources below base, and sources base..n-1.
+    """
+    D: tl.constexpr = H * K
+    EVEN: tl.constexpr = K == KW * PARTS
+    t = tl.program_id(0).to(tl.int64)
+    BT = BT + t * 0                                                         # 64 bits: row numbers times D pass 2^31
+    h = tl.arange(0, HB)
+    mh = h < H
+    k = tl.broadcast_to(tl.arange(0, KW)[None, :], [HB, KW])
+    head, mk = (h * K)[:, None], mh[:, None]
+    row = s * BT + t
+
+    q = load_parts(Q + s * D + head, k, mk, K, KW, PARTS, EVEN, True)             # PARTS x (HB KW)
+    x = load_parts(X + t * D + head, k, mk, K, KW, PARTS, EVEN, False)
+    if CARRY:
+        o = load_parts(O + row * D + head, k, mk, K, KW, PARTS, EVEN, False)
+        lse = tl.load(LSE + (t * H + h) * SP + s, mask=mh, other=0.0)
+    r = tl.rsqrt(tl.sum(inner(x, x, PARTS)) / D + eps)
+    m = inner(x, q, PARTS) * r                                              # HB: running maximum, sum and mix
+    l = tl.full([HB], 1.0, tl.float32)
+    acc = weighted(x, 1.0, x, 0.0, PARTS)
+    if CARRY:
+        top = tl.maximum(m, lse)
+        l, p = tl.exp(m - top), tl.exp(lse - top)
+        acc = weighted(acc, l[:, None], o, p[:, None], PARTS)
+        l, m = l + p, top
+    for i in tl.range(base, n, num_stages=STAGES):
+        v = load_parts(V + (i * BT + t) * D + head, k, mk, K, KW, PARTS, EVEN, False)
+        z = inner(v, q, PARTS) * tl.load(RSTD + t * NP + i)
+        new = tl.maximum(m, z)
+        a, p1 = tl.exp(m - new), tl.exp(z - new)
+        acc = weighted(acc, a[:, None], v, p1[:, None], PARTS)
+        l, m = a * l + p1, new
+    if FRESH:
+        store_parts(V + (n * BT + t) * D + head, k, mk, x, 1.0, K, KW, PARTS, EVEN)
+        tl.store(RSTD + t * NP + n, r)
+    store_parts(O + row * D + head, k, mk, acc, (1.0 / l)[:, None], K, KW, PARTS, EVEN)
+    tl.store(LSE + (t * H + h) * SP + s, m + tl.log(l), mask=mh)
+
+
+@jit(do_not_specialize=['s', 'n'])
+def read_group(V, RSTD, Q, O, LSE, s, n, BT, S, NP, SP,
+               H: tl.constexpr, K: tl.constexpr, W: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr,
+               C: tl.constexpr, NB: tl.constexpr, P: tl.constexpr):
+    """P positions of one head, sites s..s+C-1 over sources 0..n-1: each source row is read once for C sites."""
+    D: tl.constexpr = H * K
+    EVEN: tl.constexpr = K == W * KW * PARTS
+    h = tl.program_id(0)
+    k = (tl.arange(0, W)[:, None] * (KW * PARTS) + tl.arange(0, KW)[None, :])[:, None, :]       # W 1 KW
+    c = s + tl.arange(0, C)
+    mc = c < S
+    q = load_parts(Q + c[None, :, None] * D + h * K, k, mc[None, :, None], K, KW, PARTS, EVEN, True)    # PARTS x (W C KW)
+    m = tl.full([C], -1e30, tl.float32)
+    l = tl.zeros([C], tl.float32)
+    acc = zeros([W, C, KW], PARTS)
+    blocks = tl.cdiv(n, NB)
+    t0 = tl.program_id(1).to(tl.int64) * P
+    BT = BT + t0 * 0
+    for b in range(blocks * tl.minimum(P, BT - t0).to(tl.int32)):           # one loop, so that loads run ahead of positions too
+        t = t0 + b // blocks
+        i = b % blocks * NB + tl.arange(0, NB)
+        mi = i < n
+        v = load_parts(V + (i * BT + t)[None, :, None] * D + h * K, k, mi[None, :, None], K, KW, PARTS, EVEN, False)
+        r = tl.load(RSTD + t * NP + i, mask=mi, other=0.0)
+        z = tl.where(mi[None, :], matmul(q, v, PARTS) * r[None, :], -1e30)  # C NB
+        m = tl.where(b % blocks == 0, -1e30, m)                             # a new position: a = 0 clears l and acc
+        top = tl.maximum(m, tl.max(z, 1))
+        a, p = tl.exp(m - top), tl.exp(z - top[:, None])
+        l, m = a * l + tl.sum(p, 1), top
+        acc = mix(acc, a[None, :, None], v, p, W, PARTS)
+        if b % blocks == blocks - 1:
+            store_parts(O + (c * BT + t)[None, :, None] * D + h * K, k, mc[None, :, None],
+                        acc, (1.0 / l)[None, :, None], K, KW, PARTS, EVEN)
+            tl.store(LSE + (t * H + h) * SP + c, m + tl.log(l), mask=mc)
+
+
+# ---- backward kernels. For site s, source n, head h, with do = dout_s[h], v = s_n[h] and w, z as in `route`:
+#
+#   out = sum_n w v              so   dw = <do, v>,   dz = w (dw - delta)   with   delta = sum_n w dw = <do, out>
+#   z   = r <q, v>               so   dq = sum dz r v  over n and positions
+#   r   = (mean_D v^2 + eps)^-1/2     dr / dv = -r^3 v / D,   and   sum_h dz <q, v> = sum_h dz z / r
+#
+#   dv  = sum_s w do  +  r sum_s dz q  -  r^2 / D (sum_s,h dz z) v
+#
+# More buffers: DELTA (BT, H, S); for the C sources of a group PART (C, BT, D) and CSUM (BT, H, C), the
+# sums over the sites of later groups; DZ (C, BT, H, S) = dz r. From its backward on, site s's row of O
+# holds do: delta was the last use of out.
+
+@jit(do_not_specialize=['s', 'low', 'end', 'n', 'c'])
+def grad_site(DO, V, RSTD, Q, O, LSE, DELTA, PART, CSUM, DZ, DX, s, low, end, n, c, BT, NP, SP,
+              H: tl.constexpr, K: tl.constexpr, HB: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr,
+              C: tl.constexpr, SITES: tl.constexpr, STAGES: tl.constexpr, CARRY: tl.constexpr, FRESH: tl.constexpr):
+    """
+    One position of source n: site s, whose do is in DO and if FRESH not yet in O, sites s+1..end-1, and what
+    PART carries. Writes dz of sites low..end-1, at most SITES, zero for those before the source's birth at s.
+    """
+    D: tl.constexpr = H * K
+    EVEN: tl.constexpr = K == KW * PARTS
+    t = tl.program_id(0).to(tl.int64)
+    BT = BT + t * 0                                                         # 64 bits: row numbers times D pass 2^31
+    h = tl.arange(0, HB)
+    mh = h < H
+    k = tl.broadcast_to(tl.arange(0, KW)[None, :], [HB, KW])
+    head, mk = (h * K)[:, None], mh[:, None]
+    row = s * BT + t
+    at = (t * H + h) * SP                                                   # row of LSE, DELTA and DZ
+    DZ += c * BT * H * SP
+
+    v = load_parts(V + (n * BT + t) * D + head, k, mk, K, KW, PARTS, EVEN, False)     # PARTS x (HB KW)
+    do = load_parts(DO + t * D + head, k, mk, K, KW, PARTS, EVEN, False)
+    if FRESH:
+        out = load_parts(O + row * D + head, k, mk, K, KW, PARTS, EVEN, False)
+    q = load_parts(Q + s * D + head, k, mk, K, KW, PARTS, EVEN, True)
+    r = tl.load(RSTD + t * NP + n)
+    lse = tl.load(LSE + at + s, mask=mh, other=0.0)
+    if CARRY:
+        part = load_parts(PART + (c * BT + t) * D + head, k, mk, K, KW, PARTS, EVEN, False)
+        csum = tl.load(CSUM + (t * H + h) * C + c, mask=mh, other=0.0)
+    if FRESH:
+        delta = inner(do, out, PARTS)
+        store_parts(O + row * D + head, k, mk, do, 1.0, K, KW, PARTS, EVEN)
+        tl.store(DELTA + at + s, delta, mask=mh)
+    else:
+        delta = tl.load(DELTA + at + s, mask=mh, other=0.0)
+    z = inner(v, q, PARTS) * r
+    w = tl.exp(z - lse)
+    dz = w * (inner(v, do, PARTS) - delta)
+    zsum = dz * z                                                           # HB: sum_s dz z
+    sites = low + tl.arange(0, SITES)[None, :]
+    dzs = tl.where(sites == s, (dz * r)[:, None], 0.0)                      # HB SITES
+    acc = weighted(q, (dz * r)[:, None], do, w[:, None], PARTS)
+    if CARRY:
+        acc = weighted(acc, 1.0, part, 1.0, PARTS)
+        zsum += csum
+    for i in tl.range(s + 1, end, num_stages=STAGES):
+        g = load_parts(O + (i * BT + t) * D + head, k, mk, K, KW, PARTS, EVEN, False)
+        u = load_parts(Q + i * D + head, k, mk, K, KW, PARTS, EVEN, True)
+        zi = inner(v, u, PARTS) * r
+        wi = tl.exp(zi - tl.load(LSE + at + i, mask=mh, other=0.0))
+        dzi = wi * (inner(v, g, PARTS) - tl.load(DELTA + at + i, mask=mh, other=0.0))
+        zsum += dzi * zi
+        dzi *= r
+        dzs = tl.where(sites == i, dzi[:, None], dzs)
+        acc = weighted(acc, 1.0, g, wi[:, None], PARTS)
+        acc = weighted(acc, 1.0, u, dzi[:, None], PARTS)
+    f = r * r * tl.sum(tl.where(mh, zsum, 0.0)) / D
+    store_parts(DX + t * D + head, k, mk, weighted(acc, 1.0, v, -f, PARTS), 1.0, K, KW, PARTS, EVEN)
+    tl.store(DZ + at[:, None] + sites, dzs.to(DZ.dtype.element_ty), mask=mh[:, None] & (sites < end))
+
+
+@jit(do_not_specialize=['s', 'end', 'n'])
+def grad_group(V, RSTD, Q, O, LSE, DELTA, PART, CSUM, DZ, s, end, n, BT, N, NP, SP,
+               H: tl.constexpr, K: tl.constexpr, W: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr,
+               C: tl.constexpr, NB: tl.constexpr):
+    """One position of one head, sources n..n+C-1 over sites s..end-1: each do row is read once for C sources."""
+    D: tl.constexpr = H * K
+    EVEN: tl.constexpr = K == W * KW * PARTS
+    h = tl.program_id(0)
+    k = (tl.arange(0, W)[:, None] * (KW * PARTS) + tl.arange(0, KW)[None, :])[:, None, :]       # W 1 KW
+    t = tl.program_id(1).to(tl.int64)
+    BT = BT + t * 0
+    c = tl.arange(0, C)
+    mc = n + c < N
+    at = (t * H + h) * SP                                                   # row of LSE, DELTA and DZ
+    v = load_parts(V + ((n + c) * BT + t)[None, :, None] * D + h * K, k, mc[None, :, None], K, KW, PARTS, EVEN, False)
+    r = tl.load(RSTD + t * NP + n + c, mask=mc, other=0.0)[:, None]
+    acc = zeros([W, C, KW], PARTS)
+    zsum = tl.zeros([C], tl.float32)
+    for s0 in range(s, end, NB):
+        i = s0 + tl.arange(0, NB)
+        mi = i < end
+        q = load_parts(Q + i[None, :, None] * D + h * K, k, mi[None, :, None], K, KW, PARTS, EVEN, True)    # PARTS x (W NB KW)
+        do = load_parts(O + (i * BT + t)[None, :, None] * D + h * K, k, mi[None, :, None], K, KW, PARTS, EVEN, False)
+        z = matmul(v, q, PARTS) * r                                         # C NB
+        w = tl.exp(z - tl.load(LSE + at + i, mask=mi, other=float('inf'))[None, :])
+        dz = w * (matmul(v, do, PARTS) - tl.load(DELTA + at + i, mask=mi, other=0.0)[None, :])
+        zsum += tl.sum(dz * z, 1)
+        dz *= r
+        tl.store(DZ + (c * BT * H * SP)[:, None] + (at + i)[None, :], dz.to(DZ.dtype.element_ty), mask=mc[:, None] & mi[None, :])
+        acc = mix(mix(acc, 1.0, do, w, W, PARTS), 1.0, q, dz, W, PARTS)
+    store_parts(PART + (c * BT + t)[None, :, None] * D + h * K, k, mc[None, :, None], acc, 1.0, K, KW, PARTS, EVEN)
+    tl.store(CSUM + (t * H + h) * C + c, zsum, mask=mc)
+
+
+@jit(do_not_specialize=['s', 'end', 'n', 'count'])
+def grad_query(V, DZ, DQ, s, end, n, count, BT, S, SP,
+               H: tl.constexpr, K: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr, SB: tl.constexpr, TB: tl.constexpr):
+    """dq of sites s.. from sources n..n+count-1, a share of the positions: DQ (shares, S, D) += dz r v."""
+    D: tl.constexpr = H * K
+    BLOCKS: tl.constexpr = (K + KW * PARTS - 1) // (KW * PARTS)             # of columns, for a wide head
+    EVEN: tl.constexpr = K % (KW * PARTS) == 0
+    h = tl.program_id(0) // BLOCKS
+    k = (tl.program_id(0) % BLOCKS * (KW * PARTS) + tl.arange(0, KW))[None, :]
+    i = s + tl.program_id(1) * SB + tl.arange(0, SB)
+    share, shares = tl.program_id(2), tl.num_programs(2)
+    BT = BT + share.to(tl.int64) * 0
+    blocks = tl.cdiv(BT, shares * TB).to(tl.int32)
+    acc = zeros([SB, KW], PARTS)
+    for b in range(count * blocks):
+        c = b // blocks
+        t = (b % blocks * shares + share) * TB + tl.arange(0, TB)
+        mt = (t < BT)[:, None]
+        v = load_parts(V + ((n + c) * BT + t)[:, None] * D + h * K, k, mt, K, KW, PARTS, EVEN, False)
+        dz = tl.load(DZ + ((c * BT + t) * H + h)[:, None] * SP + i[None, :], mask=mt & (i < end)[None, :], other=0.0)
+        more = ()
+        for j in tl.static_range(PARTS):
+            more = more + (tl.dot(tl.trans(dz), v[j], acc[j], input_precision='tf32x3'),)
+        acc = more
+    rows, mi = DQ + (share * S + i)[:, None] * D + h * K, (i < end)[:, None]
+    store_parts(rows, k, mi, weighted(acc, 1.0, load_parts(rows, k, mi, K, KW, PARTS, EVEN, False), 1.0, PARTS), 1.0, K, KW, PARTS, EVEN)
+
+
+# ---- one forward pass
+
+def pieces(K, widest):
+    """K columns as PARTS pieces of KW, a power of two from 16 to widest: the least padding, then the fewest pieces."""
+    fits = [kw for kw in (256, 128, 64, 32, 16) if kw <= widest and -(-K // kw) <= 8] or [widest]
+    KW = min(fits, key=lambda kw: -(-K // kw) * kw)
+    return dict(KW=KW, PARTS=-(-K // KW))
+
+
+@functools.cache
+def shared_memory(device):
+    """Bytes one program may use."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == 'cuda' else 2**30
+
+
+class _Run:
+    """Buffers and launches of one forward pass and its backward. Never shared: two forwards may precede a backward."""
+    C = 8                           # sites, or sources, that share one pass over the others
+    SHARES = 64                     # of the positions, each with a partial dq
+
+    def __init__(self, query, x, n_head, n_source, eps):
+        (S, D), K = query.shape, query.shape[1] // n_head
+        self.S, self.D, self.H, self.BT, self.eps = S, D, n_head, x.numel() // D, eps
+        self.like = x.new_empty(0)                                          # dtype and device of the sources
+        self.NP, self.SP = (triton.cdiv(count, 16) * 16 for count in (n_source, S))
+        self.Q = query.detach().to(x.dtype).contiguous()
+        self.V, self.O = self.like.new_empty(n_source, self.BT, D), self.like.new_empty(S, self.BT, D)
+        self.RSTD, self.LSE = self.fp32(self.BT, self.NP), self.fp32(self.BT, n_head, self.SP)
+        self.n = self.s = self.base = 0                                     # sources kept, sites read, sources in the carried mix
+        self.birth = []                                                     # the first site that reads each source
+        self.end = None                                                     # in backward: sites from here on have no gradient
+
+        # Widths measured on an H200. One warp holds a head's slice of up to 192 columns in the group kernels;
+        # a wider head takes several, and one too wide for the shared memory does without the group passes.
+        HB, row = triton.next_power_of_2(n_head), pieces(K, 256)
+        warps = min(8, triton.next_power_of_2(max(1, HB * row['KW'] * row['PARTS'] // 1280)))
+        site = dict(H=n_head, K=K, HB=HB, **row, STAGES=3 if n_head > 1 else 1)
+        self.read_site = dict(site, num_warps=warps)
+        self.grad_site = dict(site, C=self.C, num_warps=min(8, 2 * warps) if n_head > 1 else warps)
+        self.read_group, self.grad_group = (
+            dict(H=n_head, K=K, W=W, **pieces(triton.cdiv(K, W), 32 if W == 1 else 64), C=self.C, NB=16, num_warps=W, num_stages=2)
+            for W in (triton.next_power_of_2(triton.cdiv(K, widest)) for widest in (320, 192)))
+        self.grouped = 84 * K * x.element_size() // 2 <= shared_memory(x.device)
+        self.grad_query = dict(H=n_head, K=K, **pieces(min(K, 256), 64), TB=64, num_stages=3)
+
+    def fp32(self, *shape):
+        return self.like.new_empty(shape, dtype=torch.float32)
+
+    def keep(self, x):
+        """Store a source that no site reads on its own (a site stores the newest one on the way)."""
+        self.V[self.n] = x
+        self.RSTD[:, self.n] = torch.rsqrt(x.float().pow(2).mean(-1) + self.eps)
+        self.birth.append(self.s)
+        self.n += 1
+
+    def read(self, new):
+        """The next site's mix of all sources, BT D; new are those born since the last read, each BT D."""
+        for x in new[:-1]:
+            self.keep(x)
+        s, old = self.s, self.n - (not new)                                 # sources beside the newest
+        if s % self.C == 0:
+            # Few positions do not fill a GPU: then one launch a site is faster than two.
+            self.base = old if self.grouped and self.BT >= 64 else 0
+            if self.base > 0:
+                P = 4
+                read_group[self.H, triton.cdiv(self.BT, P)](
+                    self.V, self.RSTD, self.Q, self.O, self.LSE, s, old, self.BT, self.S, self.NP, self.SP, **self.read_group, P=P)
+        read_site[(self.BT,)](
+            new[-1] if new else self.V[old], self.V, self.RSTD, self.Q, self.O, self.LSE, s, self.base, old,
+            self.BT, self.NP, self.SP, self.eps, **self.read_site, CARRY=self.base > 0, FRESH=len(new) > 0)
+        self.s += 1
+        if new:
+            self.birth.append(s)
+            self.n += 1
+        return self.O.data[s]                                               # .data: a version counter of its own
+
+    def backward(self, s, n, count, do):
+        """Gradients of the `count` sources up to n that were new at site s; all later sites have been here before."""
+        if self.end is None:
+            self.end, self.top = s + 1, n
+            self.DELTA, self.CSUM = torch.empty_like(self.LSE), self.fp32(self.BT, self.H, self.C)
+            self.PART = self.like.new_empty(self.C, self.BT, self.D)
+            self.DZ = self.like.new_empty(self.C, self.BT, self.H, self.SP)
+            self.DQ = self.fp32(self.SHARES, self.S, self.D).zero_()
+        elif s >= self.seen_down_to:
+            raise RuntimeError('backward ran twice through one depth history; run the forward again '
+                               '(its buffers are reused: retain_graph has no effect on them)')
+        self.seen_down_to = s
+        if count == 0:
+            self.DELTA[:, :, s] = (do.float() * self.O[s]).unflatten(-1, (self.H, -1)).sum(-1)
+            self.O[s] = do
+        return [self.grad_source(s, i, do, fresh=i == n) for i in range(n, n - count, -1)][::-1]
+
+    def grad_source(self, s, n, do, fresh):
+        c, dx = n % self.C, torch.empty_like(do)
+        low = self.birth[n - c]
+        if n == self.top or self.grouped and c == self.C - 1:
+            self.far = s + 1                                                # sites from here on are summed in PART
+            if self.far < self.end:
+                grad_group[self.H, self.BT](
+                    self.V, self.RSTD, self.Q, self.O, self.LSE, self.DELTA, self.PART, self.CSUM, self.DZ,
+                    self.far, self.end, n - c, self.BT, n + 1, self.NP, self.SP, **self.grad_group)
+        grad_site[(self.BT,)](
+            do, self.V, self.RSTD, self.Q, self.O, self.LSE, self.DELTA, self.PART, self.CSUM, self.DZ, dx,
+            s, low, self.far, n, c, self.BT, self.NP, self.SP, **self.grad_site,
+            SITES=triton.next_power_of_2(self.far - low), CARRY=self.far < self.end, FRESH=fresh)
+        if c == 0:
+            sites, columns = self.end - low, self.grad_query['KW'] * self.grad_query['PARTS']
+            SB = min(128, max(16, triton.next_power_of_2(sites)))
+            grad_query[self.H * triton.cdiv(self.D // self.H, columns), triton.cdiv(sites, SB), self.SHARES](
+                self.V, self.DZ, self.DQ, low, self.end, n, min(self.C, self.top + 1 - n), self.BT, self.S, self.SP,
+                **self.grad_query, SB=SB, num_warps=4 if SB < 128 else 8)
+        return dx
+
+
+class _Open(torch.autograd.Function):
+    """Where the queries enter. Autograd runs its backward last, when every source has added its part of dq."""
+
+    @staticmethod
+    def forward(ctx, query, run):
+        ctx.run, ctx.dtype = run, query.dtype
+        return query.new_empty(0)
+
+    @staticmethod
+    def backward(ctx, _):
+        return ctx.run.DQ.sum(0).to(ctx.dtype), None
+
+
+class _Read(torch.autograd.Function):
+    """
+    One site, with the sources born since the last one as inputs. The token is empty: threaded from read to
+    read, it makes autograd run a read's backward after those of all later reads, whatever else the graph
+    looks like, and that is when the gradients of its sources can be gathered.
+    """
+
+    @staticmethod
+    def forward(ctx, token, run, *new):
+        ctx.run, ctx.s = run, run.s
+        with torch.cuda.device_of(run.like):
+            out = run.read([x.reshape(-1, run.D).contiguous() for x in new])
+        ctx.n, ctx.count, ctx.shape = run.n - 1, len(new), run.shape
+        ctx.alias = out                                                     # shares memory and version with what is returned
+        return out.view(run.shape), token.new_empty(0)
+
+    @staticmethod
+    def backward(ctx, do, _):
+        run = ctx.run
+        with torch.cuda.device_of(run.like):
+            dx = run.backward(ctx.s, ctx.n, ctx.count, do.reshape(-1, run.D).to(run.like.dtype).contiguous())
+        torch.autograd.graph.increment_version(ctx.alias)                   # its memory now holds do
+        return None, None, *(d.view(ctx.shape) for d in dx)
+
+
+@functools.cache
+def use_triton(choice, device_type):
+    """Whether the kernels run for choice = auto | triton | pytorch. Says so once; RuntimeError if they are asked for in vain."""
+    if triton is None:
+        why_not = 'Triton is not installed'
+    elif os.environ.get('TRITON_INTERPRET') == '1':
+        why_not = None if choice == 'triton' else 'Triton only interprets'
+    elif device_type != 'cuda':
+        why_not = f'no CUDA device, the model is on {device_type}'
+    else:
+        why_not = None if torch.cuda.get_device_capability() >= (8, 0) else 'the GPU is older than Ampere'
+    if choice == 'triton' and why_not:
+        raise RuntimeError(f'routing=triton is not possible here: {why_not}')
+    use = choice != 'pytorch' and not why_not
+    print('routing: triton' if use else f'routing: pytorch ({why_not or "as asked"})')
+    return use
+
+
+class DepthHistory:
+    """
+    The sources of one forward pass and what every site reads from them.
+
+    query (S, D): the sites' effective queries; n_head: H; n_source: the most sources that will come,
+    S if not given; backend: auto | triton | pytorch. Sites read in order, one after the other; any
+    number of sources may be appended between two reads. ValueError if H does not divide D, or for a
+    source unlike the first, a site out of order, or one source too many.
+
+    With the kernels, the memory of a read is reused once its backward has run: keep a copy
+    (.clone()) of a read that is looked at after backward. A second backward through the same
+    history is an error.
+    """
+
+    def __init__(self, query, n_head, eps=1e-6, backend='auto', n_source=None):
+        if n_head < 1 or query.shape[1] % n_head:
+            raise ValueError(f'{n_head} routing heads do not divide the width {query.shape[1]}')
+        self.query, self.n_head, self.eps, self.backend = query, n_head, eps, backend
+        self.n_source = n_source or len(query)
+        self.sources, self.new, self.site = [], [], 0                       # all, those no site has read yet, the next site
+        self.run = None
+
+    def append(self, source):
+        """source: ... D, of one shape and dtype for the whole history."""
+        first = self.sources[0] if self.sources else source
+        if source.shape != first.shape or source.dtype != first.dtype or source.shape[-1] != self.query.shape[1]:
+            raise ValueError(f'source of shape {tuple(source.shape)} and {source.dtype} in a history of '
+                             f'{tuple(first.shape)} and {first.dtype}, width {self.query.shape[1]}')
+        if len(self.sources) == self.n_source:
+            raise ValueError(f'a history for {self.n_source} sources got one more')
+        self.sources.append(source)
+        self.new.append(source)
+
+    def read(self, site):
+        """What site reads, ... D: the softmax-weighted mix of all sources so far (see route)."""
+        if site != self.site or not self.sources:
+            raise ValueError(f'site {site} reads after {self.site} sites and {len(self.sources)} sources; '
+                             'sites read in order, and after the first source')
+        self.site += 1
+        x = self.sources[0]
+        if x.numel() and x.dtype != torch.float64 and use_triton(self.backend, x.device.type):
+            return self.read_triton(x)
+        return route(self.query[site], self.sources, self.n_head, self.eps)
+
+    @torch.compiler.disable
+    def read_triton(self, x):
+        if self.run is None:
+            self.run = _Run(self.query, x, self.n_head, self.n_source, self.eps)
+            self.run.shape = x.shape
+            self.token = _Open.apply(self.query, self.run)
+        out, self.token = _Read.apply(self.token, self.run, *self.new)
+        # The kernels keep their own copy; without gradients nothing else needs the originals.
+        self.sources[-len(self.new) or len(self.sources):] = [
+            self.run.V[i].view(x.shape) for i in range(self.run.n - len(self.new), self.run.n)]
+        self.new = []
+        return out
+
+
+# ---- python routing_kernel.py: is it right, and how far from the bytes
+
+def read_all(history, x, S, sublayer=lambda x: x):
+    """Every site reads, and what the sublayer makes of it is the next source."""
+    for s in range(S):
+        history.append(x)
+        x = sublayer(history.read(s))
+    return x
+
+
+def rows_moved(S, C=_Run.C):
+    """(forward, backward) rows of B * T * D that the kernels read and write, for S sources and S sites."""
+    passes = range(C, S, C)                                                 # sites at which a group pass runs
+    forward = sum(s + 2 * min(C, S - s) for s in passes)                    # sources read; mixes written, read by their site
+    forward += sum(s % C for s in range(S)) + 3 * S                         # recent sources; newest, its copy, the read
+    backward = sum(S - s + 3 * C for s in passes)                           # do read; C sources read, sums written and read
+    backward += sum(min(n - n % C + C, S) - n - 1 for n in range(S))        # do of the group's own later sites
+    return forward, backward + 6 * S                                        # do, out, do kept, source, gradient; source for dq
+
+
+def main():
+    device = 'cuda' if torch.cuda.is_available() else 'cpu'
+    if device == 'cpu' and os.environ.get('TRITON_INTERPRET') != '1':
+        raise SystemExit('routing_kernel.py: no CUDA device; TRITON_INTERPRET=1 python routing_kernel.py checks on the CPU')
+
+    def gradients(S, tokens, D, H, dtype, backend):
+        torch.manual_seed(0)
+        q, x, g = (torch.randn(n, D, device=device) for n in (S, tokens, tokens))
+        q, x = (q / (D // H) ** 0.5).requires_grad_(), x.to(dtype).requires_grad_()
+        out = read_all(DepthHistory(q, H, backend=backend), x, S, lambda x: x.roll(1, -1))     # or all sources are alike
+        copy = out.detach().double()
+        (out.double() * g).sum().backward()
+        return copy, q.grad.double(), x.grad.double()
+
+    print('\nrelative error of (read, query gradient, source gradient): kernels, and PyTorch in the same dtype')
+    checks = [(7, 66, 48, 3), (11, 5, 32, 1)] if device == 'cpu' else [(25, 333, 512, 8), (20, 333, 1280, 8), (20, 333, 384, 3), (12, 77, 512, 1)]
+    for S, tokens, D, H in checks:
+        exact = gradients(S, tokens, D, H, torch.float64, 'pytorch')
+        for dtype in [torch.float32] if device == 'cpu' else [torch.float32, torch.float16, torch.bfloat16]:
+            errors = [[((a - b).norm() / b.norm()).item() for a, b in zip(gradients(S, tokens, D, H, dtype, backend), exact)]
+                      for backend in ('triton', 'pytorch')]
+            print(f'S={S} D={D} H={H} {str(dtype)[6:]:9}', *('  '.join(f'{e:.1e}' for e in row) for row in errors), sep='   ')
+    if device == 'cpu':
+        return
+
+    def milliseconds(f):
+        return triton.testing.do_bench(f, warmup=200, rep=500, return_mode='median')
+
+    big = torch.empty(2**30, dtype=torch.uint8, device=device)
+    source = torch.empty_like(big)
+    bandwidth = 2 * big.numel() / milliseconds(lambda: big.copy_(source)) / 1e6                 # bytes a ms
+    del big, source
+    print(f'\ncopy bandwidth {bandwidth / 1e9:.2f} TB/s; ms of all sites, forward and backward; floor = bytes at that bandwidth')
+    print('shape                                   forward backward    both     rows   floor  reached   pytorch  compiled')
+    for S, tokens, D, H in [(25, 16384, 512, 8), (25, 16384, 512, 1), (49, 16384, 1024, 8), (73, 8192, 1280, 8), (73, 8192, 1280, 1)]:
+        q = (torch.randn(S, D, device=device) / (D // H) ** 0.5).requires_grad_()
+        x, g = (torch.randn(tokens, D, device=device, dtype=torch.bfloat16) for _ in 'xg')
+        x.requires_grad_()
+
+        def step(backend, backward=True):
+            out = read_all(DepthHistory(q, H, backend=backend), x, S)
+            if backward:
+                torch.autograd.grad(out, (q, x), g)
+
+        forward, both = milliseconds(lambda: step('triton', False)), milliseconds(lambda: step('triton'))
+        rows = sum(rows_moved(S))
+        floor = rows * tokens * D * 2 / bandwidth
+        others = []
+        for f in (step, torch.compile(step)):
+            try:
+                if S > 25:
+                    raise torch.OutOfMemoryError        # keeps S^2 / 2 rows in fp32
+                others.append(f'{milliseconds(lambda: f("pytorch")):9.1f}')
+            except torch.OutOfMemoryError:
+                others.append(f'{"-":>9}')
+        print(f'S={S} D={D:<5} H={H} {tokens:6} positions {forward:14.2f} {both - forward:8.2f} {both:7.2f} {rows:8} {floor:7.2f} '
+              f'{floor / both:8.0%}', *others, flush=True)
+        torch.cuda.empty_cache()
+
+
+if __name__ == '__main__':
+    main()
