@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import os
+from types import SimpleNamespace
 
 import torch
 
@@ -196,7 +197,7 @@ def read_group(V, RSTD, Q, O, LSE, s, n, BT, S, NP, SP,
     """P positions of one head, sites s..s+C-1 over sources 0..n-1: each source row is read once for C sites."""
     D: tl.constexpr = H * K
     EVEN: tl.constexpr = K == W * KW * PARTS
-    h = tl.program_id(0)
+    h = tl.program_id(0) % H                                                # the heads of a position run side by side
     k = (tl.arange(0, W)[:, None] * (KW * PARTS) + tl.arange(0, KW)[None, :])[:, None, :]       # W 1 KW
     c = s + tl.arange(0, C)
     mc = c < S
@@ -205,7 +206,7 @@ def read_group(V, RSTD, Q, O, LSE, s, n, BT, S, NP, SP,
     l = tl.zeros([C], tl.float32)
     acc = zeros([W, C, KW], PARTS)
     blocks = tl.cdiv(n, NB)
-    t0 = tl.program_id(1).to(tl.int64) * P
+    t0 = (tl.program_id(0) // H).to(tl.int64) * P
     BT = BT + t0 * 0
     for b in range(blocks * tl.minimum(P, BT - t0).to(tl.int32)):           # one loop, so that loads run ahead of positions too
         t = t0 + b // blocks
@@ -306,9 +307,9 @@ def grad_group(V, RSTD, Q, O, LSE, DELTA, PART, CSUM, DZ, s, end, n, BT, N, NP, 
     """One position of one head, sources n..n+C-1 over sites s..end-1: each do row is read once for C sources."""
     D: tl.constexpr = H * K
     EVEN: tl.constexpr = K == W * KW * PARTS
-    h = tl.program_id(0)
+    h = tl.program_id(0) % H                                                # the heads of a position run side by side
     k = (tl.arange(0, W)[:, None] * (KW * PARTS) + tl.arange(0, KW)[None, :])[:, None, :]       # W 1 KW
-    t = tl.program_id(1).to(tl.int64)
+    t = (tl.program_id(0) // H).to(tl.int64)
     BT = BT + t * 0
     c = tl.arange(0, C)
     mc = n + c < N
@@ -380,6 +381,7 @@ class _Run:
     """Buffers and launches of one forward pass and its backward. Never shared: two forwards may precede a backward."""
     C = 8                           # sites, or sources, that share one pass over the others
     SHARES = 64                     # of the positions, each with a partial dq
+    FEW = 64                        # positions that do not fill a GPU: one launch a site is then faster than two
 
     def __init__(self, query, x, n_head, n_source, eps):
         (S, D), K = query.shape, query.shape[1] // n_head
@@ -398,13 +400,15 @@ class _Run:
         HB, row = triton.next_power_of_2(n_head), pieces(K, 256)
         warps = min(8, triton.next_power_of_2(max(1, HB * row['KW'] * row['PARTS'] // 1280)))
         site = dict(H=n_head, K=K, HB=HB, **row, STAGES=3 if n_head > 1 else 1)
-        self.read_site = dict(site, num_warps=warps)
-        self.grad_site = dict(site, C=self.C, num_warps=min(8, 2 * warps) if n_head > 1 else warps)
-        self.read_group, self.grad_group = (
-            dict(H=n_head, K=K, W=W, **pieces(triton.cdiv(K, W), 32 if W == 1 else 64), C=self.C, NB=16, num_warps=W, num_stages=2)
+        read_group, grad_group = (
+            dict(H=n_head, K=K, W=W, **pieces(triton.cdiv(K, W), 32 if W == 1 else 64), C=self.C, NB=16,
+                 num_warps=W, num_stages=2)
             for W in (triton.next_power_of_2(triton.cdiv(K, widest)) for widest in (320, 192)))
         self.grouped = 84 * K * x.element_size() // 2 <= shared_memory(x.device)
-        self.grad_query = dict(H=n_head, K=K, **pieces(min(K, 256), 64), TB=64, num_stages=3)
+        self.tiles = SimpleNamespace(
+            read_site=dict(site, num_warps=warps), read_group=dict(read_group, P=4), grad_group=grad_group,
+            grad_site=dict(site, C=self.C, num_warps=min(8, 2 * warps) if n_head > 1 else warps),
+            grad_query=dict(H=n_head, K=K, **pieces(min(K, 256), 64), TB=64, num_stages=3))
 
     def fp32(self, *shape):
         return self.like.new_empty(shape, dtype=torch.float32)
@@ -422,15 +426,13 @@ class _Run:
             self.keep(x)
         s, old = self.s, self.n - (not new)                                 # sources beside the newest
         if s % self.C == 0:
-            # Few positions do not fill a GPU: then one launch a site is faster than two.
-            self.base = old if self.grouped and self.BT >= 64 else 0
+            self.base = old if self.grouped and self.BT >= self.FEW else 0
             if self.base > 0:
-                P = 4
-                read_group[self.H, triton.cdiv(self.BT, P)](
-                    self.V, self.RSTD, self.Q, self.O, self.LSE, s, old, self.BT, self.S, self.NP, self.SP, **self.read_group, P=P)
+                read_group[(self.H * triton.cdiv(self.BT, self.tiles.read_group['P']),)](
+                    self.V, self.RSTD, self.Q, self.O, self.LSE, s, old, self.BT, self.S, self.NP, self.SP, **self.tiles.read_group)
         read_site[(self.BT,)](
             new[-1] if new else self.V[old], self.V, self.RSTD, self.Q, self.O, self.LSE, s, self.base, old,
-            self.BT, self.NP, self.SP, self.eps, **self.read_site, CARRY=self.base > 0, FRESH=len(new) > 0)
+            self.BT, self.NP, self.SP, self.eps, **self.tiles.read_site, CARRY=self.base > 0, FRESH=len(new) > 0)
         self.s += 1
         if new:
             self.birth.append(s)
@@ -442,8 +444,8 @@ class _Run:
         if self.end is None:
             self.end, self.top = s + 1, n
             self.DELTA, self.CSUM = torch.empty_like(self.LSE), self.fp32(self.BT, self.H, self.C)
-            self.PART = self.like.new_empty(self.C, self.BT, self.D)
-            self.DZ = self.like.new_empty(self.C, self.BT, self.H, self.SP)
+            self.PART = self.like.new_empty(min(self.C, n + 1), self.BT, self.D)
+            self.DZ = self.like.new_empty(min(self.C, n + 1), self.BT, self.H, self.SP)
             self.DQ = self.fp32(self.SHARES, self.S, self.D).zero_()
         elif s >= self.seen_down_to:
             raise RuntimeError('backward ran twice through one depth history; run the forward again '
@@ -460,19 +462,19 @@ class _Run:
         if n == self.top or self.grouped and c == self.C - 1:
             self.far = s + 1                                                # sites from here on are summed in PART
             if self.far < self.end:
-                grad_group[self.H, self.BT](
+                grad_group[(self.H * self.BT,)](
                     self.V, self.RSTD, self.Q, self.O, self.LSE, self.DELTA, self.PART, self.CSUM, self.DZ,
-                    self.far, self.end, n - c, self.BT, n + 1, self.NP, self.SP, **self.grad_group)
+                    self.far, self.end, n - c, self.BT, n + 1, self.NP, self.SP, **self.tiles.grad_group)
         grad_site[(self.BT,)](
             do, self.V, self.RSTD, self.Q, self.O, self.LSE, self.DELTA, self.PART, self.CSUM, self.DZ, dx,
-            s, low, self.far, n, c, self.BT, self.NP, self.SP, **self.grad_site,
+            s, low, self.far, n, c, self.BT, self.NP, self.SP, **self.tiles.grad_site,
             SITES=triton.next_power_of_2(self.far - low), CARRY=self.far < self.end, FRESH=fresh)
         if c == 0:
-            sites, columns = self.end - low, self.grad_query['KW'] * self.grad_query['PARTS']
+            sites, columns = self.end - low, self.tiles.grad_query['KW'] * self.tiles.grad_query['PARTS']
             SB = min(128, max(16, triton.next_power_of_2(sites)))
             grad_query[self.H * triton.cdiv(self.D // self.H, columns), triton.cdiv(sites, SB), self.SHARES](
                 self.V, self.DZ, self.DQ, low, self.end, n, min(self.C, self.top + 1 - n), self.BT, self.S, self.SP,
-                **self.grad_query, SB=SB, num_warps=4 if SB < 128 else 8)
+                **self.tiles.grad_query, SB=SB, num_warps=4 if SB < 128 else 8)
         return dx
 
 

@@ -1,0 +1,1118 @@
+"""
+The properties that the rest of the repository relies on, in the order in which a reader meets the
+ideas: routing, kernels, model, data, training, sampling.
+
+    python -m pytest -q test_model.py
+
+Without a GPU, Triton's interpreter runs the kernels (slowly, so on few positions, and only in fp32:
+its matrix product is wrong for 16 bits). With one, they run natively and in every dtype.
+"""
+import copy
+import gc
+import http.server
+import json
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import xml.etree.ElementTree as ET
+from dataclasses import asdict
+from pathlib import Path
+
+os.environ.setdefault('OMP_NUM_THREADS', '1')       # at these sizes threads only wait for one another
+
+import numpy as np
+import pytest
+import tiktoken
+import torch
+from torch.testing import assert_close
+
+CUDA = torch.cuda.is_available()
+DEVICE = 'cuda' if CUDA else 'cpu'
+if not CUDA:
+    os.environ['TRITON_INTERPRET'] = '1'            # read when routing_kernel is imported
+
+import prepare_data
+import routing_kernel
+import sample
+import train
+from model import GPT, KVCache, STREAMS, GPTConfig
+from routing_kernel import DepthHistory, route, route_weights
+
+MODES = list(STREAMS)
+SHAPE = dict(n_layer=2, n_embd=32, n_head=2, n_kv_head=1, d_ff=64, block_size=16)
+needs_gpu = pytest.mark.skipif(not CUDA, reason='needs a CUDA device')
+
+
+def fresh(residual='mhar', **more):
+    """A small model as initialised."""
+    torch.manual_seed(0)
+    heads = 4 * (residual == 'mhar')
+    return GPT(GPTConfig(**SHAPE | dict(vocab_size=320, n_route_head=heads, residual=residual) | more))
+
+
+def tiny(residual='mhar', spread=0.5, **more):
+    """The same with every parameter N(0, spread): large enough that outputs differ from token to token."""
+    model = fresh(residual, **more)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, 0, spread)
+    return model
+
+
+def tokens(*shape):
+    return torch.randint(257, shape, generator=torch.Generator().manual_seed(2))
+
+
+def draw(*shape, dtype=torch.float64, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+# ---- what routing computes
+
+def by_hand(query, sources, H, eps):
+    """The equations of one site for one position, in plain Python: lists of D numbers in, a list of D out."""
+    D = len(query)
+    K, out = D // H, []
+    rms = [(sum(x * x for x in s) / D + eps) ** 0.5 for s in sources]           # over the full row
+    for h in range(H):
+        part = range(h * K, (h + 1) * K)
+        e = [np.exp(sum(query[i] * s[i] / r for i in part)) for s, r in zip(sources, rms)]
+        out += [sum(w * s[i] for w, s in zip(e, sources)) / sum(e) for i in part]
+    return out
+
+
+@pytest.mark.parametrize('H', [1, 2, 3, 12])
+@pytest.mark.parametrize('N', [1, 2, 5])
+def test_route_is_the_equations(H, N):
+    query, sources = draw(12), draw(N, 2, 3, 12, seed=1)
+    out = route(query, list(sources), H, eps=0.1)
+    for b in range(2):
+        for t in range(3):
+            assert out[b, t].tolist() == pytest.approx(by_hand(query.tolist(), sources[:, b, t].tolist(), H, 0.1))
+
+
+def test_route_gradients_are_those_of_finite_differences():
+    sources = [draw(2, 6, seed=s).requires_grad_() for s in range(3)]
+    assert torch.autograd.gradcheck(lambda q, *s: route(q, s, 2), (draw(6).requires_grad_(), *sources))
+
+
+def test_one_source_is_returned_as_it_is():
+    s = draw(2, 3, 8, dtype=torch.bfloat16)
+    assert torch.equal(route(draw(8), [s], 2), s)
+
+
+def test_zero_query_reads_the_mean():
+    sources = draw(5, 2, 3, 8)
+    assert_close(route(torch.zeros(8), list(sources), 2), sources.mean(0))
+
+
+def test_one_head_is_attention_residuals():
+    """H = 1 against the two einsums of Attention Residuals (Kimi Team, 2026), over stacked sources."""
+    w, V = draw(8), draw(4, 2, 3, 8, seed=1)                                    # N B T D
+    K = torch.nn.functional.rms_norm(V, (8,), eps=1e-6)
+    logits = torch.einsum('d, n b t d -> n b t', w, K)
+    assert_close(route(w, list(V), 1), torch.einsum('n b t, n b t d -> b t d', logits.softmax(0), V))
+
+
+def test_a_head_reads_only_its_own_slice_of_the_query():
+    query, sources = draw(12), list(draw(4, 5, 12, seed=1))
+    changed = query.clone()
+    changed[4:8] += 1.0                                                         # head 1 of 3
+    differs = (route(query, sources, 3) != route(changed, sources, 3)).all(0)
+    assert differs.tolist() == [False] * 4 + [True] * 4 + [False] * 4
+
+
+def test_sixteen_bit_sources_are_mixed_in_fp32_and_rounded_once():
+    query, sources = draw(8, dtype=torch.bfloat16), list(draw(6, 5, 8, dtype=torch.bfloat16))
+    w = route_weights(query.float(), sources, 2)
+    assert w.dtype == torch.float32 and w.shape == (6, 5, 2)
+    assert_close(w.sum(0), torch.ones(5, 2))
+    exact = route(query.float(), [s.float() for s in sources], 2)
+    assert torch.equal(route(query.float(), sources, 2), exact.bfloat16())
+
+
+def test_heads_that_do_not_divide_the_width_are_named():
+    for make in (lambda: route(draw(100), [draw(100)], 3), lambda: DepthHistory(draw(5, 100), 3),
+                 lambda: fresh(n_embd=100, n_route_head=3)):
+        with pytest.raises(ValueError, match='3.* 100|100.* 3'):
+            make()
+
+
+def test_history_reads_like_route_and_refuses_misuse():
+    query, sources = draw(3, 8), list(draw(4, 5, 8, seed=1))
+    history = DepthHistory(query, 2, n_source=4)
+    with pytest.raises(ValueError, match='0 sources'):
+        history.read(0)
+    for s, n in enumerate((1, 3, 3)):                                           # sources seen by each site
+        for source in sources[len(history.sources):n]:
+            history.append(source)
+        assert torch.equal(history.read(s), route(query[s], sources[:n], 2))
+    with pytest.raises(ValueError, match='site 1 reads after 3'):
+        history.read(1)
+    with pytest.raises(ValueError, match='float32'):
+        history.append(draw(5, 8, dtype=torch.float32))
+    with pytest.raises(ValueError, match='6, 8'):
+        history.append(draw(6, 8))
+    history.append(sources[3])
+    with pytest.raises(ValueError, match='4 sources'):
+        history.append(sources[3])
+
+
+# ---- the kernels: the same reads and gradients as `route`
+
+@pytest.fixture
+def kernels(monkeypatch):
+    if routing_kernel.triton is None:
+        pytest.skip('Triton is not installed')
+    if not CUDA:
+        monkeypatch.setattr(routing_kernel._Run, 'SHARES', 2)                   # each is a program, and those are slow
+
+
+def history_case(plan, *shape, dtype=torch.float32, device=DEVICE):
+    """query (S, D), one leaf per source and one gradient per read, of values that dtype can hold."""
+    S, N, D = plan.count('r'), plan.count('a'), shape[-1]
+    query = (draw(S, D) * 2 * D ** -0.5).to(device, dtype).float().requires_grad_()     # logits of about 1
+    sources = [s.to(device).requires_grad_() for s in draw(N, *shape, dtype=dtype, seed=1)]
+    return query, sources, list(draw(S, *shape, dtype=dtype, seed=2).to(device))
+
+
+def reads(plan, query, sources, H, backend='triton'):
+    """
+    Follow a plan of appends and reads: 'arar' is two sublayers. As in a network, a source depends
+    on the read before it.
+    """
+    history, sources, out = DepthHistory(query, H, 1e-6, backend, plan.count('a')), iter(sources), []
+    for step in plan:
+        if step == 'a':
+            source = next(sources)
+            history.append(source + torch.tanh(out[-1]) if out else source)
+        else:
+            out.append(history.read(len(out)))
+    return out
+
+
+def gradients(out, query, sources, douts):
+    return torch.autograd.grad(out, [query, *sources], douts, materialize_grads=True)
+
+
+def reads_and_gradients(plan, query, sources, douts, H, backend='triton'):
+    out = reads(plan, query, sources, H, backend)
+    return [*(x.detach().clone() for x in out), *gradients(out, query, sources, douts)]
+
+
+def check_kernels(plan, *shape, H, dtype=torch.float32):
+    """
+    Off from fp64 by at most twice what PyTorch's own operations are off in this dtype: every read, every
+    gradient. Thrice for the query's in 16 bits, since delta is taken from the rounded read; that shows with
+    two sources and is gone with eight.
+    """
+    query, sources, douts = history_case(plan, *shape, dtype=dtype)
+    double = [[x.detach().double().requires_grad_() for x in part] for part in ([query], sources, douts)]
+    exact = reads_and_gradients(plan, double[0][0], *double[1:], H, 'pytorch')
+    plain = reads_and_gradients(plan, query, sources, douts, H, 'pytorch')
+    ours = reads_and_gradients(plan, query, sources, douts, H)
+    names = [f'{name} {i}' for name, xs in (('read', douts), ('dq', [query]), ('ds', sources)) for i in range(len(xs))]
+    for name, e, p, o in zip(names, exact, plain, ours, strict=True):
+        assert o.dtype == p.dtype and o.shape == p.shape
+        off = [((x.double() - e).norm() / e.norm().clamp(min=1)).item() for x in (p, o)]
+        factor = 3 if name == 'dq 0' and dtype != torch.float32 else 2
+        assert off[1] <= factor * off[0] + 2e-6, f'{name}: off by {off[1]:.1e}, PyTorch by {off[0]:.1e}'
+
+
+WIDTHS = [('ar', 100, 1), ('arar', 384, 3), ('ararar', 768, 4), ('ararar', 8, 8), ('arar', 12, 3), ('ararar', 16, 2),
+          ('arar', 96, 1), ('arar', 320, 2), ('ar' * 20, 32, 2)]                # K = 100 128 192 1 4 8 96 160 16
+
+
+@pytest.mark.parametrize('dtype', [torch.float32] + [torch.bfloat16, torch.float16] * CUDA)
+@pytest.mark.parametrize('plan, D, H', WIDTHS)
+def test_kernels_for_any_width_and_depth(kernels, plan, D, H, dtype):
+    check_kernels(plan, *((3, 67) if CUDA else (1, 3)), D, H=H, dtype=dtype)
+
+
+@pytest.mark.parametrize('plan', ['arr' * 5 + 'rrr', 'aar' * 6 + 'aaaaaaaaar', 'aaarrarraraar', 'aarra'])
+def test_sites_without_a_new_source_and_with_several(kernels, plan):
+    check_kernels(plan, *((5, 31) if CUDA else (2,)), 32, H=2)
+
+
+@pytest.mark.parametrize('plan, D, H', [('ararraar', 72, 3), ('ararar', 208, 1)])      # one warp a head, two warps
+def test_two_phases(kernels, monkeypatch, plan, D, H):
+    """Groups of two sites make several groups of a short plan."""
+    monkeypatch.setattr(routing_kernel._Run, 'C', 2)
+    monkeypatch.setattr(routing_kernel._Run, 'FEW', 1)
+    check_kernels(plan, 3, 5, D, H=H)
+
+
+def test_zero_rows(kernels):
+    out, *grads = reads_and_gradients('ar', *history_case('ar', 0, 3, 32), 2)
+    assert out.shape == (0, 3, 32) and grads[0].shape == (1, 32) and grads[0].abs().max() == 0
+
+
+def test_memory_layout_does_not_matter(kernels):
+    plan, (query, sources, douts) = 'arar', history_case('arar', 2, 2, 32)
+    same = lambda f: ([f(x.detach()).requires_grad_() for x in sources], [f(x) for x in douts])
+    strided = query.detach().repeat_interleave(2, 1)[:, ::2].requires_grad_()
+    expected = reads_and_gradients(plan, query, sources, douts, 2)
+    for layout in (lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), lambda x: x.repeat(1, 1, 3)[:, :, 32:64]):
+        assert not layout(sources[0]).is_contiguous()
+        assert all(map(torch.equal, reads_and_gradients(plan, strided, *same(layout), 2), expected))
+    rows = lambda x: x[:1].expand(2, 2, 32)                                     # the batch repeats one row
+    expected = reads_and_gradients(plan, query, *same(lambda x: rows(x).contiguous()), 2)
+    assert all(map(torch.equal, reads_and_gradients(plan, query, *same(rows), 2), expected))
+
+
+@pytest.mark.parametrize('frozen', ['query', 'sources', 'first sources', 'query and first sources'])
+def test_frozen_inputs(kernels, frozen):
+    plan, (query, sources, douts) = 'arararar', history_case('arararar', 3, 32)
+    query.requires_grad_('query' not in frozen)
+    for s in sources[:2 if 'first' in frozen else 4]:
+        s.requires_grad_('sources' not in frozen)
+    leaves = [x for x in (query, *sources) if x.requires_grad]
+    a, b = ([torch.autograd.grad(reads(plan, query, sources, 2, backend)[2:], leaves, douts[2:])]
+            for backend in ('triton', 'pytorch'))
+    assert_close(a, b)
+
+
+def test_loss_on_some_reads_only(kernels):
+    plan, (query, sources, douts) = 'ararararar', history_case('ararararar', 3, 32)
+    for some in ([4], [1, 2], [0, 3]):
+        a, b = ([reads(plan, query, sources, 2, backend)[s] for s in some] for backend in ('triton', 'pytorch'))
+        assert_close(*(gradients(out, query, sources, [douts[s] for s in some]) for out in (a, b)))
+
+
+def test_histories_do_not_share_memory(kernels):
+    """Two forwards before a backward, and one whose backward never comes, are as if each had been alone."""
+    cases = [history_case('arar', 3, 32), history_case('arar', 3, 32)]
+    cases[1] = cases[1][0], [(2 * s.detach()).requires_grad_() for s in cases[1][1]], cases[1][2]
+    alone = [gradients(reads('arar', *case[:2], 2), *case) for case in cases]
+    first, second = (reads('arar', *case[:2], 2) for case in cases)
+    reads('arar', *cases[0][:2], 2)
+    assert all(map(torch.equal, gradients(first, *cases[0]), alone[0]))
+    assert all(map(torch.equal, gradients(second, *cases[1]), alone[1]))
+
+
+def test_a_second_backward_is_a_clear_error(kernels):
+    query, sources, _ = history_case('arar', 2, 16)
+    out = reads('arar', query, sources, 1)
+    loss, squares = out[1].sum(), (out[0] ** 2).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match='backward ran twice'):
+        loss.backward()
+    with pytest.raises(RuntimeError, match='modified inplace'):          # backward reused the read's memory
+        squares.backward()
+
+
+def test_the_only_source_has_a_zero_query_gradient(kernels):
+    """Not a missing one: every process of a distributed run must find a gradient."""
+    query, sources, douts = history_case('ar', 3, 32)
+    dq, ds = gradients(reads('ar', query, sources, 2), query, sources, douts)
+    assert dq.abs().max() < 1e-5 and torch.allclose(ds, douts[0])
+
+
+def test_no_grad(kernels):
+    """As in generation: one token at a time; only one copy of every source is kept."""
+    query, sources, _ = history_case('ararar', 1, 1, 32)
+    expected = reads('ararar', query, sources, 2, 'pytorch')
+    with torch.no_grad():
+        out = reads('ararar', query, sources, 2)
+    assert_close(out, [x.detach() for x in expected])
+    assert not any(x.requires_grad for x in out)
+
+
+@needs_gpu
+def test_kernels_repeat_bitwise(kernels):
+    case = history_case('ar' * 20, 3, 67, 96, dtype=torch.bfloat16)
+    first, *others = (reads_and_gradients('ar' * 20, *case, 2) for _ in range(20))  # the first compiles
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+@needs_gpu
+@pytest.mark.parametrize('S, rows, gib', [(33, 64 * 1024, 40), (2, 66 * 32768, 110)])
+def test_offsets_beyond_31_bits(kernels, S, rows, gib):
+    """The last positions read and get gradients as they do on their own, where offsets are small."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info()[0] < gib * 2**30:
+        pytest.skip(f'needs {gib} GiB of free GPU memory')
+    options = dict(device=DEVICE, dtype=torch.bfloat16)
+    query = draw(S, 1024).to(DEVICE, torch.float32).requires_grad_()
+    sources = [torch.randn(rows, 1024, **options).requires_grad_() for _ in range(S)]
+    dout = torch.zeros(rows, 1024, **options)
+    dout[-1] = draw(1024)
+    last = [s.detach()[-128:].clone().requires_grad_() for s in sources]
+    results = []
+    for xs, do in (sources, dout), (last, dout[-128:]):
+        history = DepthHistory(query, 8, backend='triton')
+        for site, x in enumerate(xs):
+            history.append(x)
+            out = history.read(site)
+        value = out.detach()[-1].clone()
+        dq, *ds = torch.autograd.grad(out, [query, *xs], do)
+        results.append([value, dq, *(d[-1].clone() for d in ds)])
+        assert all(d[:-1].count_nonzero() == 0 for d in ds)
+        del history, out, ds
+    assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+@needs_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason='needs two CUDA devices')
+def test_another_than_the_current_device(kernels):
+    a, b = (reads_and_gradients('arar', *history_case('arar', 3, 32, device=d), 2) for d in ('cuda:0', 'cuda:1'))
+    assert all(torch.equal(x.cpu(), y.cpu()) and y.device.index == 1 for x, y in zip(a, b, strict=True))
+
+
+@needs_gpu
+def test_forward_and_backward_as_one_cuda_graph(kernels):
+    plan = 'ar' * 10
+    query, sources, douts = history_case(plan, 2, 67, 64)
+    other = [s.detach().flip(0) for s in sources]
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        reads_and_gradients(plan, query, sources, douts, 4)                     # compiles
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        replayed = reads_and_gradients(plan, query, sources, douts, 4)
+    for s, new in zip(sources, other):
+        s.data.copy_(new)
+    graph.replay()
+    assert all(map(torch.equal, replayed, reads_and_gradients(plan, query, sources, douts, 4)))
+
+
+# ---- the model
+
+def loss_and_gradients(model, idx):
+    loss = model(idx[:, :-1], idx[:, 1:])
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize('residual', ['attnres', 'mhar'])
+def test_at_initialisation_every_mode_is_the_standard_model(residual):
+    """A zero query reads the mean, which is the running sum over a number, and every reader normalises first."""
+    models = [fresh(mode, norm_eps=1e-12, n_embd=256).double() for mode in ('standard', residual)]
+    a, b = (model(tokens(2, 16)) for model in models)
+    assert (a - b).abs().max() < 1e-8 and a.std() > 0.1
+
+
+@pytest.mark.parametrize('H', [1, 2, 8])
+def test_routing_heads_are_free(H):
+    """2 D (2L + 1) parameters more than standard, for any H."""
+    count = {mode: sum(p.numel() for p in fresh(mode, n_route_head=h).parameters())
+             for mode, h in (('standard', 0), ('attnres', 1), ('mhar', H))}
+    assert count['attnres'] == count['mhar'] == count['standard'] + 2 * 32 * (2 * 2 + 1)
+
+
+def test_shapes_that_cannot_be_built_are_refused():
+    for wrong, message in ((dict(residual='attnres', n_route_head=4), 'one routing head'), (dict(n_head=3), 'n_head=3'),
+                           (dict(residual='none'), 'standard, attnres, mhar'), (dict(n_kv_head=4), 'n_kv_head=4')):
+        with pytest.raises(ValueError, match=message):
+            fresh(**wrong)
+    with pytest.raises(ValueError, match='17 tokens.*block_size=16'):
+        fresh()(tokens(1, 17))
+    assert pickle.loads(pickle.dumps(fresh().config)) == fresh().config
+
+
+@pytest.mark.parametrize('residual', MODES)
+def test_no_position_sees_a_later_one(residual):
+    model, idx = tiny(residual).to(DEVICE), tokens(2, 16).to(DEVICE)
+    changed = idx.clone()
+    changed[:, 9] += 1
+    differs = ((model(idx) - model(changed)).abs() > 1e-3).any(-1)
+    assert not differs[:, :9].any() and differs[:, 9:].all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('residual', MODES)
+def test_cache_gives_the_same_logits(residual):
+    model, idx = tiny(residual).to(DEVICE), tokens(2, 16).to(DEVICE)
+    cache = KVCache(model, 2)
+    parts = [model(part, cache=cache) for part in idx.split([5, 1, 1, 7, 2], 1)]
+    assert_close(torch.cat(parts, 1), model(idx), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize('residual', MODES)
+def test_one_batch_is_learned_by_heart(residual):
+    model, idx = fresh(residual).to(DEVICE), tokens(4, 17).to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(80):
+        optimizer.zero_grad()
+        loss, _ = loss_and_gradients(model, idx)
+        optimizer.step()
+    assert loss < 0.05
+    assert residual == 'standard' or model.stream.query[1:].abs().amax(1).min() > 0.01     # every site has learned
+
+
+def test_first_site_has_a_zero_gradient_not_a_missing_one():
+    _, grads = loss_and_gradients(fresh().to(DEVICE), tokens(2, 17).to(DEVICE))
+    assert grads['stream.query'][0].abs().max() < 1e-9 < 1e-6 < grads['stream.query'][1:].abs().amax(1).min()
+    assert all(g is not None for g in grads.values())
+
+
+@pytest.mark.parametrize('residual', MODES)
+@pytest.mark.parametrize('weights, autocast', [('float32', None), ('float32', 'bfloat16'), ('float32', 'float16'),
+                                               ('bfloat16', None)])
+def test_dtypes(residual, weights, autocast):
+    """The stream has the compute dtype in every mode, standard too; a gradient has its parameter's."""
+    exact, _ = loss_and_gradients(fresh(residual).to(DEVICE), tokens(2, 17).to(DEVICE))
+    model, seen = fresh(residual).to(DEVICE, getattr(torch, weights)), set()
+
+    class Watched(model.stream_class):
+        def read(self):
+            x = super().read()
+            seen.add(x.dtype)
+            return x
+    model.stream_class = Watched
+    with torch.autocast(DEVICE, getattr(torch, autocast or weights), enabled=autocast is not None):
+        idx = tokens(2, 17).to(DEVICE)
+        loss = model(idx[:, :-1], idx[:, 1:])
+    loss.backward()
+    assert seen == {getattr(torch, autocast or weights)} and loss.item() == pytest.approx(exact, rel=2e-3)
+    assert all(p.grad.dtype == p.dtype for p in model.parameters())
+
+
+def test_a_copy_of_the_model_is_its_own():
+    model, idx = tiny(), tokens(2, 8)
+    twin, before = copy.deepcopy(model), model(idx)
+    twin.stream.query.data += 1.0
+    assert torch.equal(model(idx), before) and not torch.allclose(twin(idx), before)
+
+
+class Halving:
+    """What a reader may write: an older output counts half as much with every sublayer, times a learned gain."""
+
+    @staticmethod
+    def parameters(config):
+        return {'strength': torch.ones(config.n_embd)}
+
+    def __init__(self, x, p, config):
+        self.x, self.strength = x, p['strength']
+
+    def read(self):
+        return self.x
+
+    def append(self, y):
+        self.x = 0.5 * self.x + self.strength * y
+
+
+def test_a_stream_of_ones_own_trains(tmp_path, monkeypatch):
+    monkeypatch.setitem(STREAMS, 'halving', Halving)
+    checkpoint, records = run_train(tmp_path, '--residual=halving', '--n_route_head=0', '--lr=1e-2')
+    assert records[-1]['val_loss'] < records[0]['loss'] - 0.5
+    assert (checkpoint['model']['stream.strength'] - 1).abs().max() > 1e-3
+
+
+@needs_gpu
+@pytest.mark.parametrize('residual', ['standard', 'mhar'])
+def test_compiled_is_eager_also_for_another_length(residual):
+    eager, compiled = (tiny(residual, spread=0.1).to(DEVICE) for _ in range(2))
+    compiled.compile_parts()
+    torch._dynamo.utils.counters.clear()
+    for T in (16, 11, 13, 16, 7):
+        idx = tokens(2, T + 1).to(DEVICE)
+        (a, da), (b, db) = (loss_and_gradients(model, idx) for model in (eager, compiled))
+        assert a == pytest.approx(b, rel=1e-4)
+        assert_close(da, db, rtol=1e-3, atol=1e-4)
+    assert torch._dynamo.utils.counters['stats']['unique_graphs'] <= 12
+
+
+# ---- prepare_data.py
+
+@pytest.fixture
+def server(monkeypatch):
+    """A loopback web server that sends .body, at most .cut bytes per connection, heeding Range if .ranges."""
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            start = int(self.headers.get('Range', 'bytes=0-')[6:-1]) if server.ranges else 0
+            server.asked.append(self.headers.get('Range'))
+            if start >= len(server.body):
+                return self.send_error(416)
+            self.send_response(206 if start else 200)
+            self.send_header('Content-Length', str(len(server.body) - start))
+            self.end_headers()
+            self.wfile.write(server.body[start:start + server.cut])
+
+        def log_message(self, *args):
+            pass
+
+    monkeypatch.setenv('no_proxy', '127.0.0.1')
+    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
+    server.body, server.cut, server.ranges, server.asked = bytes(range(256)) * 40, 1 << 30, True, []
+    server.url = f'http://127.0.0.1:{server.server_address[1]}/file'
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def prepare(tmp_path):
+    """Run the command line; the exit code or message if it fails, else {split: (tokens, meta)}."""
+    def call(*flags, name='mine'):
+        try:
+            prepare_data.main([*flags, f'--data_dir={tmp_path}', f'--name={name}'])
+        except SystemExit as e:
+            return e.code
+        return {split: prepare_data.load_tokens(tmp_path / name, split) for split in ('train', 'val')}
+    return call
+
+
+def write(folder, **files):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / f'{name}.txt').write_bytes(text if isinstance(text, bytes) else text.encode())
+    return str(folder)
+
+
+ALL_CHARACTERS = ''.join(map(chr, [*range(0xd800), *range(0xe000, 0x11000)]))
+
+
+@pytest.mark.parametrize('text', ['', 'a\r\n\0b', 'e\u0301 \U0001f600', 'x <|endoftext|> y', ALL_CHARACTERS])
+def test_byte_tokenizer_is_utf8(text):
+    enc = prepare_data.get_tokenizer('byte')
+    ids = enc.encode_ordinary(text)
+    assert ids == list(text.encode()) and enc.decode(ids) == text
+    assert (enc.eot_token, enc.n_vocab) == (256, 257)
+
+
+def test_one_end_of_text_per_document(tmp_path, prepare):
+    write(tmp_path / 'in' / '.hidden', d='secret')
+    folder = write(tmp_path / 'in', a='x<|endoftext|>y', b='two', c=b'\xff\xfe bad', empty='', binary=b'a\0b')
+    (train, meta), (val, _) = prepare('--input', folder).values()
+    assert (meta['train_documents'], meta['val_documents']) == (2, 1) and train[-1] == val[-1] == 256
+    texts = bytes(0 if i == 256 else i for i in [*train, *val]).decode().split('\0')
+    assert sorted(texts) == ['', 'two', 'x<|endoftext|>y', '\ufffd\ufffd bad']
+
+
+def test_split_does_not_depend_on_where_the_folder_is(tmp_path, prepare):
+    files = {f'f{i}': f'text {i}' for i in range(200)}
+    here, there = (prepare('--input', write(tmp_path / place, **files)) for place in ('here', 'there'))
+    assert all(np.array_equal(here[split][0], there[split][0]) for split in here)
+    assert 1 <= here['val'][1]['val_documents'] <= 12  # about 2% of 200
+
+
+def test_large_vocabulary_is_stored_in_32_bits(tmp_path, prepare, monkeypatch):
+    ranks = {bytes([i]): 70000 + i for i in range(256)}
+    enc = tiktoken.Encoding('big', pat_str='(?s:.)', mergeable_ranks=ranks,
+                            special_tokens={'<|endoftext|>': 99999})
+    monkeypatch.setattr(prepare_data, 'get_tokenizer', lambda name: enc)
+    # one file: its last 10% is validation
+    (train, meta), (val, _) = prepare('--input', write(tmp_path / 'in', a='a' * 18 + 'bb')).values()
+    assert (meta['dtype'], meta['vocab_size'], train.dtype) == ('uint32', 100000, np.uint32)
+    assert train.tolist() == [70097] * 18 + [99999] and val.tolist() == [70098] * 2 + [99999]
+
+
+def test_missing_and_damaged_sets_are_named(tmp_path, prepare):
+    with pytest.raises(FileNotFoundError, match='prepare_data.py --dataset=stdlib'):
+        prepare_data.load_tokens(tmp_path / 'stdlib', 'train')
+    prepare('--input', write(tmp_path / 'in', a='x' * 20))
+    with open(tmp_path / 'mine' / 'train.bin', 'ab') as f:
+        f.write(b'\0\0')
+    with pytest.raises(ValueError, match='train.bin holds 20 tokens, meta.json says 19'):
+        prepare_data.load_tokens(tmp_path / 'mine', 'train')
+
+
+@pytest.mark.parametrize('cut, ranges', [(4000, True), (1 << 30, True), (1 << 30, False)])
+def test_download_resumes_or_restarts(tmp_path, server, cut, ranges):
+    server.cut, server.ranges = cut, ranges
+    (tmp_path / 'file.part').write_bytes(server.body[:1000])
+    prepare_data.download(server.url, tmp_path / 'file')
+    assert (tmp_path / 'file').read_bytes() == server.body and not (tmp_path / 'file.part').exists()
+    assert server.asked[0] == 'bytes=1000-'
+
+
+@pytest.mark.parametrize('name', ['file', 'file.part'])
+@pytest.mark.parametrize('length', [5000, 10240, 20000])  # shorter than the file, as long, longer
+def test_damaged_cache_is_downloaded_again(tmp_path, server, name, length):
+    def check(path):
+        if path.read_bytes() != server.body:
+            raise ValueError(f'{path} is damaged')
+
+    (tmp_path / name).write_bytes(b'?' * length)
+    prepare_data.download(server.url, tmp_path / 'file', check)
+    assert (tmp_path / 'file').read_bytes() == server.body
+
+
+def test_no_network_is_one_sentence(tmp_path, prepare, server, monkeypatch):
+    server.cut = 10  # every connection ends early; what has arrived is kept
+    with pytest.raises(RuntimeError, match='closed after 50 of 10,240 bytes.*resume.*--dataset=stdlib'):
+        prepare_data.download(server.url, tmp_path / 'file')
+    assert (tmp_path / 'file.part').stat().st_size == 50
+    monkeypatch.setattr(prepare_data, 'FINEWEB_EDU', 'http://127.0.0.1:9/')
+    assert 'cannot download' in prepare('--dataset=fineweb_edu')
+    monkeypatch.setattr(tiktoken, 'get_encoding', lambda name: 1 / 0)
+    assert 'TIKTOKEN_CACHE_DIR' in prepare('--tokenizer=gpt2')
+    assert 'unknown tokenizer' in prepare('--tokenizer=gtp2')
+
+
+def test_fineweb_shards_are_checked_and_joined(tmp_path, prepare, server, monkeypatch):
+    ids = [50256, 1, 2, 50256, 3]
+    header = np.array([20240520, 1, 5] + [0] * 253, np.int32)
+    server.body = header.tobytes() + np.array(ids, np.uint16).tobytes()
+    monkeypatch.setattr(prepare_data, 'FINEWEB_EDU', server.url)
+    cache = tmp_path / 'mine' / 'download'
+    cache.mkdir(parents=True)
+    (cache / 'finewebedu_train_000001.bin').write_bytes(bytes(10))  # no header
+    (cache / 'finewebedu_train_000002.bin').write_bytes(server.body[:-2])  # shorter than its header says
+    (train, meta), (val, _) = prepare('--dataset=fineweb_edu', '--shards=2').values()
+    assert train.tolist() == ids * 2 and val.tolist() == ids and meta['train_documents'] == 4
+    assert (meta['tokenizer'], meta['vocab_size'], meta['eot']) == ('gpt2', 50257, 50256)
+
+
+def test_bin_files(tmp_path, prepare):
+    a, b, bad = (str(tmp_path / name) for name in ('a', 'b', 'bad'))
+    for path, ids in (a, range(200)), (b, range(10)), (bad, [1, 2, 50257]):
+        np.array(ids, dtype=np.uint16).tofile(path)
+    for files, sizes in ([a], [198, 2]), ([a, b], [200, 10]), ([a, b, b], [210, 10]):
+        assert [len(tokens) for tokens, _ in prepare('--bin', *files).values()] == sizes
+    assert 'bad: id 50257 at position 2 is not below vocabulary size 50257' in prepare('--bin', a, bad)
+    assert len(prepare_data.load_tokens(tmp_path / 'mine', 'train')[0]) == 210  # the old set is whole
+    assert prepare('--bin', a, '--tokenizer=other') == 2  # its vocabulary size is not known
+    assert prepare('--bin', a, '--tokenizer=other', '--vocab_size=300')['train'][1]['vocab_size'] == 300
+
+
+def test_misuse_names_the_flag(tmp_path, prepare, capsys):
+    for flags in ('--tokeniser=byte', '--tok=byte', '--input nowhere', '--bin nowhere', '--dataset=web', '--shards=2',
+                  '--shards=x', '--shards=0 --dataset=fineweb_edu', '--tokenizer=byte --dataset=fineweb_edu',
+                  '--vocab_size=5', '--input ' + write(tmp_path / 'empty')):
+        assert prepare(*flags.split()) == 2 and flags.split()[0].split('=')[0] in capsys.readouterr().err, flags
+
+
+def test_stdlib_needs_nothing(tmp_path):
+    prepare_data.prepare_stdlib(tmp_path / 'stdlib')
+    (train, meta), (val, _) = (prepare_data.load_tokens(tmp_path / 'stdlib', s) for s in ('train', 'val'))
+    assert 5e6 < len(train) < 2e7 and 0.002 < len(val) / len(train) < 0.1
+    assert train.max() == meta['eot'] == 256 and np.count_nonzero(train == 256) == meta['train_documents']
+
+
+# ---- train.py
+
+SMALL = [f'--{k}={v}' for k, v in (SHAPE | dict(n_route_head=4, batch_size=4, max_steps=20, log_every=1, eval_every=7,
+                                                eval_sequences=5, device='cpu')).items()] + ['--no-sample']
+
+
+def write_data(root, ids=None, vocab_size=100):
+    """A small data set root/d in prepare_data.py's format."""
+    folder = Path(root, 'd')
+    folder.mkdir(parents=True, exist_ok=True)
+    ids = np.random.default_rng(0).zipf(1.5, 3000) % vocab_size if ids is None else np.array(ids)
+    for split in 'train', 'val':
+        ids.astype(np.uint16).tofile(folder / f'{split}.bin')
+    (folder / 'meta.json').write_text(json.dumps({
+        'tokenizer': 'byte', 'vocab_size': vocab_size, 'eot': 0, 'dtype': 'uint16', 'train_tokens': len(ids),
+        'val_tokens': len(ids)}))
+
+
+def run_train(root, *flags, out='out'):
+    """Train in this process; returns the checkpoint and the log, without its times and memory."""
+    if not Path(root, 'd').exists():
+        write_data(root)
+    train.main([*SMALL, '--dataset=d', f'--data_dir={root}', f'--out_dir={Path(root, out)}', *flags])
+    return read_run(Path(root, out))
+
+
+def read_run(out):
+    records = [json.loads(line) for line in (out / 'log.jsonl').read_text().splitlines()]
+    for r in records:
+        for key in 'elapsed', 'tokens_per_s', 'memory_gib':
+            r.pop(key, None)
+    return torch.load(out / 'ckpt.pt', weights_only=True), records
+
+
+def equal(a, b):
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+@pytest.mark.parametrize('flags, named', [
+    (['--n_layr=3'], '--n_layr'), (['--batch_size=abc'], '--batch_size'), (['--residual=none'], '--residual'),
+    (['--max_step=3'], '--max_step'), (['--n_embd=30'], 'n_embd'), (['--grad_accum=0'], 'grad_accum'),
+    (['--resume'], 'nothing to resume'), (['--device=tpu'], 'tpu'), (['--dataset=nowhere'], 'nowhere')])
+def test_wrong_flags_are_named(tmp_path, capsys, flags, named):
+    with pytest.raises(SystemExit) as e:
+        train.main([f'--out_dir={tmp_path}', *flags])
+    assert e.value.code not in (0, None) and named in str(e.value.code) + capsys.readouterr().err
+
+
+def test_presets_and_explicit_flags(capsys):
+    assert train.TrainConfig(**train.PRESETS['1B'] | {'lr': 1e-3}).lr == 1e-3
+    for name, millions in ('tiny', 0.8), ('100M', 64), ('350M', 430), ('1B', 950):
+        cfg = train.TrainConfig(**train.PRESETS[name])
+        with torch.device('meta'):
+            n = sum(p.numel() for p in GPT(cfg.gpt_config(257 if name == 'tiny' else 50257)).parameters())
+        assert n / 1e6 == pytest.approx(millions, rel=0.05)
+    with pytest.raises(SystemExit) as e:
+        train.main(['-h'])
+    assert e.value.code == 0 and '5% of max_steps' in capsys.readouterr().out
+
+
+def test_learning_rate():
+    """A line up to lr in the warm-up, half-way between lr and its minimum half-way, near the minimum at the end."""
+    cfg = train.TrainConfig(max_steps=1000, lr=1.0)
+    rates = [train.learning_rate(step, cfg) for step in range(1000)]
+    assert cfg.warmup == 50 and rates[0] == 1 / 50 and rates[49] == rates[50] == max(rates) == 1
+    assert rates[50 + 475] == pytest.approx(0.55) and min(rates[50:]) == rates[-1] == pytest.approx(0.1, abs=1e-4)
+
+
+def test_resume_is_exact(tmp_path):
+    """20 steps equal 10, stop, 10 bit for bit; what was logged after the last save is dropped."""
+    whole = run_train(tmp_path, out='whole')
+    run_train(tmp_path, '--stop_after=10', out='parts')
+    with open(tmp_path / 'parts' / 'log.jsonl', 'a') as f:      # steps of a process killed before its next save
+        f.write('{"step": 11, "loss": 9.0, "elapsed": 1.0}\n{"step": 12, "lo')
+    parts = run_train(tmp_path, '--resume', out='parts')
+    assert whole[1] == parts[1] and whole[0]['step'] == parts[0]['step'] == 20
+    for key in 'model', 'optimizer', 'best_val', 'rng':
+        assert equal(whole[0][key], parts[0][key]), key
+
+
+def test_resume_refuses_another_run(tmp_path):
+    run_train(tmp_path, '--stop_after=2')
+    for flag in ('--n_layer=3', '--n_route_head=2', '--block_size=8', '--lr=1', '--max_steps=30', '--batch_size=8'):
+        with pytest.raises(SystemExit, match='global batch' if 'batch' in flag else flag[2:].split('=')[0]):
+            run_train(tmp_path, '--resume', flag)
+    with pytest.raises(SystemExit, match='--resume'):           # nor is a run overwritten by accident
+        run_train(tmp_path)
+    (tmp_path / 'out' / 'ckpt.pt').write_bytes((tmp_path / 'out' / 'ckpt.pt').read_bytes()[:1000])
+    with pytest.raises(SystemExit, match='damaged'):
+        run_train(tmp_path, '--resume')
+
+
+def test_order_is_a_pure_function_and_covers_the_data():
+    """Every epoch reads each sequence once; how a step is split into micro-steps and processes does not matter."""
+    T, n = 4, 10
+    tokens, cfg = np.arange(n * T + 1), train.TrainConfig(block_size=T, batch_size=4)
+    steps = torch.cat([b for s in range(5) for b in train.micro_batches(tokens, cfg, s)])
+    first = steps[:, 0] // T
+    one, two = first[:n].tolist(), first[n:2 * n].tolist()
+    assert sorted(one) == sorted(two) == list(range(n)) and one != two
+    assert torch.equal(steps, steps[:, :1] + torch.arange(T + 1))
+    split = train.TrainConfig(block_size=T, batch_size=2, grad_accum=2)
+    assert torch.equal(torch.cat([b for s in range(5) for b in train.micro_batches(tokens, split, s)]), steps)
+    ranks = [list(train.micro_batches(tokens, cfg, 3, rank, 2))[0] for rank in (0, 1)]
+    assert torch.equal(torch.cat(ranks), steps[12:16])
+
+
+def test_accumulation(tmp_path):
+    """8 x 1 and 2 x 4 micro-steps: the same losses and gradient norms."""
+    _, a = run_train(tmp_path, '--batch_size=8', '--max_steps=6', out='a')
+    _, b = run_train(tmp_path, '--batch_size=2', '--grad_accum=4', '--max_steps=6', out='b')
+    for x, y in zip(a, b, strict=True):
+        assert x == pytest.approx(y, rel=1e-4)
+
+
+def test_two_processes(tmp_path):
+    """2 processes x 2 equal 1 x 4, and the site that reads one source has a zero query gradient, not a missing one."""
+    one, a = run_train(tmp_path, '--max_steps=6', out='one')
+    subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', train.__file__,
+                    *SMALL, '--dataset=d', f'--data_dir={tmp_path}', f'--out_dir={tmp_path}/two', '--max_steps=6'],
+                   check=True, env=os.environ | {'OMP_NUM_THREADS': '1'}, timeout=100)
+    two, b = read_run(tmp_path / 'two')
+    for x, y in zip(a, b, strict=True):
+        assert x == pytest.approx(y, rel=1e-4)
+    for name, w in one['model'].items():
+        torch.testing.assert_close(w, two['model'][name], rtol=1e-3, atol=1e-4)
+    assert two['model'].keys() == one['model'].keys()
+    assert two['model']['stream.query'][0].abs().max() == 0 < two['model']['stream.query'][1:].abs().max()
+
+
+def test_checkpoint_is_plain_and_always_written(tmp_path):
+    """Clean keys, also of a compiled model, plain types, enough to build the model; the last step is evaluated."""
+    checkpoint, records = run_train(tmp_path, '--max_steps=3', '--eval_every=500', '--save_every=500')
+    GPT(GPTConfig(**checkpoint['config'])).load_state_dict(checkpoint['model'])
+    assert checkpoint['step'] == records[-1]['step'] == 3 and checkpoint['seed'] == 1
+    assert checkpoint['meta']['vocab_size'] == 100 and checkpoint['best_val'] == records[-1]['val_loss']
+    eager, compiled = (train.Trainer(train.TrainConfig(compile=on), 100, torch.device('cpu')) for on in (False, True))
+    assert eager.model.state_dict().keys() == compiled.model.state_dict().keys()
+
+
+def test_failed_save_keeps_the_old_checkpoint(tmp_path, monkeypatch):
+    run_train(tmp_path, '--stop_after=4')
+    old = (tmp_path / 'out' / 'ckpt.pt').read_bytes()
+
+    def full_disk(checkpoint, f):
+        f.write(b'half')
+        raise OSError(28, 'No space left on device')
+    monkeypatch.setattr(torch, 'save', full_disk)
+    with pytest.raises(SystemExit, match='No space left'):
+        run_train(tmp_path, '--resume')
+    assert (tmp_path / 'out' / 'ckpt.pt').read_bytes() == old and not list((tmp_path / 'out').glob('*.tmp'))
+
+
+def before_step(monkeypatch, number, action):
+    step, calls = train.Trainer.step, []
+
+    def counted(self, batches, lr):
+        calls.append(lr)
+        if len(calls) == number:
+            action(self)
+        return step(self, batches, lr)
+    monkeypatch.setattr(train.Trainer, 'step', counted)
+
+
+def test_nan_stops_and_is_not_saved(tmp_path, monkeypatch):
+    before_step(monkeypatch, 7, lambda trainer: trainer.model.head.norm.weight.data.fill_(float('nan')))
+    with pytest.raises(SystemExit, match='loss nan.* at step 7.*of step 5'):
+        run_train(tmp_path, '--log_every=10', '--save_every=5', '--eval_every=100')
+    checkpoint = torch.load(tmp_path / 'out' / 'ckpt.pt', weights_only=True)
+    assert checkpoint['step'] == 5 and all(w.isfinite().all() for w in checkpoint['model'].values())
+
+
+def test_signal_saves_and_exits(tmp_path, monkeypatch):
+    before_step(monkeypatch, 4, lambda trainer: os.kill(os.getpid(), 15))
+    assert run_train(tmp_path)[0]['step'] == 4
+    assert run_train(tmp_path, '--resume')[0]['step'] == 20
+
+
+@pytest.mark.parametrize('ids, named', [([1, 2, 100] * 50, 'id 100'), ([1] * 16, '16 tokens')])
+def test_bad_data_is_named(tmp_path, ids, named):
+    write_data(tmp_path, ids)
+    with pytest.raises(SystemExit, match=named):
+        run_train(tmp_path)
+
+
+def test_validation_does_not_depend_on_the_batch(tmp_path):
+    write_data(tmp_path)
+    cfg = train.TrainConfig(block_size=16, n_layer=1, dataset='d', data_dir=str(tmp_path), eval_sequences=7)
+    _, tokens, _ = train.open_data(cfg, 0, 1)
+    losses = [train.Trainer(train.replace(cfg, batch_size=B), 100, torch.device('cpu')).evaluate(tokens)
+              for B in (1, 3, 16)]
+    assert losses == pytest.approx([losses[0]] * 3)
+
+
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
+def test_sixteen_bits_over_float32_weights(tmp_path, dtype):
+    checkpoint, records = run_train(tmp_path, f'--dtype={dtype}', '--lr=1e-2')
+    assert records[-1]['val_loss'] < records[0]['loss'] - 0.5
+    assert {w.dtype for w in checkpoint['model'].values()} == {torch.float32}
+
+
+def test_benchmark_times_every_mode(capsys, tmp_path):
+    train.main([*SMALL, '--benchmark', f'--out_dir={tmp_path}/none'])
+    rows = [line.split()[0] for line in capsys.readouterr().out.splitlines()[-len(train.STREAMS):]]
+    assert rows == list(train.STREAMS)
+    assert not (tmp_path / 'none').exists()
+
+
+@needs_gpu
+def test_gpu_runs_repeat_bitwise(tmp_path):
+    flags = '--device=cuda', '--deterministic', '--max_steps=50', '--no-compile'
+    (a, records), (b, others) = (run_train(tmp_path, *flags, out=out) for out in 'ab')
+    assert records == others and equal(a['model'], b['model'])
+
+
+@needs_gpu
+@pytest.mark.parametrize('residual', MODES)
+def test_captured_step_is_the_eager_one(tmp_path, residual):
+    flags = '--device=cuda', f'--residual={residual}', '--n_route_head=0', '--dtype=float32', '--grad_accum=2'
+    (_, a), (_, b), (_, c) = (run_train(tmp_path, *flags, more, out=more)
+                              for more in ('--compile', '--no-compile', '--no-cuda_graph'))
+    for records in zip(a, b, c, strict=True):
+        losses = [r.get('loss', r.get('val_loss')) for r in records]
+        assert losses == pytest.approx([losses[2]] * 3, rel=1e-3)
+
+
+# ---- sample.py: text
+
+@pytest.mark.parametrize('residual', ['standard', 'attnres', 'mhar'])
+@pytest.mark.parametrize('block_size, prompt', [(16, 3), (16, 40), (7, 7), (1, 2)])
+def test_cache_gives_the_same_tokens_also_past_the_context(residual, block_size, prompt):
+    model = tiny(residual, block_size=block_size)
+    a, b = (sample.generate(model, tokens(2, prompt), 30, temperature=0, use_cache=cached) for cached in (True, False))
+    assert a.shape == (2, prompt + 30) and torch.equal(a[:, :prompt], tokens(2, prompt))
+    assert torch.equal(a, b)
+    assert len(a[:, prompt:].unique()) > 5 or block_size == 1        # not one token repeated, which would prove little
+
+
+@needs_gpu
+@pytest.mark.parametrize('residual', MODES)
+def test_gpu_gives_the_tokens_of_the_cpu(residual, monkeypatch):
+    """There a decode step is a replayed CUDA graph."""
+    monkeypatch.setattr(sample, 'autocast', lambda device: torch.autocast(device.type, enabled=False))
+    on_gpu = sample.generate(tiny(residual).to(DEVICE), tokens(2, 3).to(DEVICE), 30, temperature=0)
+    assert torch.equal(on_gpu.cpu(), sample.generate(tiny(residual), tokens(2, 3), 30, temperature=0))
+
+
+def test_greedy_takes_the_likeliest_token():
+    model, idx = tiny(), tokens(2, 5)
+    assert torch.equal(sample.generate(model, idx, 1, temperature=0)[:, -1], model(idx)[:, -1].argmax(-1))
+    assert torch.equal(sample.generate(model, idx, 9, temperature=0), sample.generate(model, idx, 9, top_k=1))
+
+
+@pytest.mark.parametrize('top_k', [0, 1, 50, 321, 10**9])
+def test_ids_outside_the_tokenizer_are_never_drawn(top_k):
+    model = tiny(spread=0.02)                                        # nearly uniform, as at initialisation
+    model.embed.weight.data[257:] *= -50                             # the padding gets the largest logits of all
+    drawn = sample.generate(model, tokens(64, 1), 12, top_k=top_k, temperature=2.0, vocab_size=257)
+    assert drawn.max() < 257
+    assert sample.generate(model, tokens(64, 1), 12, top_k=0, temperature=2.0).max() >= 257
+
+
+def test_top_k_draws_from_exactly_the_k_likeliest():
+    model, idx = tiny(), tokens(1, 5)
+    drawn = sample.generate(model, idx.repeat(400, 1), 1, top_k=3, temperature=100.0)[:, -1]
+    assert set(drawn.tolist()) == set(model(idx)[0, -1].topk(3).indices.tolist())
+    with pytest.raises(ValueError, match='top_k=-1'):
+        sample.generate(model, idx, 1, top_k=-1)
+
+
+# ---- sample.py: what the heads read
+
+@pytest.mark.parametrize('residual, H', [('attnres', 1), ('mhar', 4)])
+def test_weights_are_those_that_the_model_used(residual, H):
+    model, idx = tiny(residual), tokens(2, 9)
+    plain, reads = model(idx), []
+
+    def look(query, sources):
+        w = route_weights(query, sources, H)                         # N B T H
+        reads.append((w[..., None] * torch.stack(sources).unflatten(-1, (H, -1))).sum(0).flatten(-2))
+        return w
+
+    weights = sample.at_every_read(model, idx, look)
+    assert [len(w) for w in weights] == [1, 2, 3, 4, 5]              # site s reads sources 0..s
+    for w in weights:
+        torch.testing.assert_close(w.sum(0), torch.ones(2, 9, H))
+    torch.testing.assert_close(model.head(reads[-1]), plain)         # the last read, mixed with them, gives the logits
+    assert torch.equal(model(idx), plain)                            # and looking leaves the model as it was
+    for found, w in zip(next(iter(sample.depth_map(model, idx))), weights):
+        torch.testing.assert_close(found, w.mean((1, 2)))
+
+
+def test_a_query_that_prefers_one_source_shows_exactly_that():
+    model = tiny(spread=0.0)                                         # every sublayer outputs 0: the key of a zero is 0
+    model.embed.weight.data[:] = 1.0
+    for name, p in model.named_parameters():
+        if 'norm' in name or name == 'stream.gain':
+            p.data.fill_(1.0)
+    model.stream.query.data[3, :8] = 100.0          # head 0 of site mlp1; the embedding's key is all ones
+    maps, apart, null = sample.depth_map(model, tokens(1, 4))
+    for s, w in enumerate(maps):
+        expected = torch.full((s + 1, 4), 1 / (s + 1))
+        if s == 3:
+            expected[:, 0] = torch.tensor([1.0, 0, 0, 0])
+        torch.testing.assert_close(w, expected)
+    # Head 0 reads 1, 0, 0, 0, the mean of the heads is 7/16, 3/16, 3/16, 3/16: 9/16 lies elsewhere.
+    torch.testing.assert_close(apart[3], torch.tensor([9 / 16, 3 / 16, 3 / 16, 3 / 16]))
+    assert apart[2].abs().max() < 1e-6 and null[2].abs().max() < 1e-6      # as long as a query of zero is zero
+
+
+def test_probe_is_zero_under_agreement_only_once_scaled():
+    model = tiny('attnres')
+    # All four quarters of the embedding, of every sublayer's output and of the queries are equal.
+    model.embed.weight.data = model.embed.weight[:, :8].repeat(1, 4)
+    for block in model.blocks:
+        for matrix in (block.attn.proj, block.mlp.down):
+            matrix.weight.data = matrix.weight[:8].repeat(4, 1)
+    for p in model.stream.values():
+        p.data = p[:, :8].repeat(1, 4)
+    kl, scaled, _, random_scaled, cosine = sample.probe(model, tokens(2, 9))
+    assert kl > 0.01 and abs(scaled) < 1e-5 and random_scaled > 0.01 and -1 < cosine < 1
+    model.stream.query.data[:, :8] *= -1            # one quarter now prefers what the others avoid
+    assert sample.probe(model, tokens(2, 9))[1] > 0.01
+    with pytest.raises(ValueError, match='has 4'):
+        sample.probe(tiny(), tokens(1, 4))
+
+
+def test_cosine_of_equal_and_of_orthogonal_sources():
+    model = tiny('attnres', spread=0.0, n_layer=1)
+    sources = [torch.eye(32)[[i]][None] for i in (0, 0, 1)]                  # B T D, pairs: 1, 0, 0
+    model.stream_class = type('Fixed', (model.stream_class,), {'append': lambda self, y: None, 'read': lambda self: (
+        setattr(self, 'site', self.site + 1), self.history.sources.__setitem__(slice(None), sources[:self.site + 1]))
+        and sources[0]})
+    assert sample.probe(model, tokens(1, 1))[-1] == pytest.approx(1 / 3)
+
+
+# ---- sample.py: pictures and reports
+
+def test_report_matches_figures_computed_by_hand(tmp_path, capsys):
+    for name, losses, speed in (('a', [5.0, 4.0, 3.5, 3.0, 2.5, 2.4, 2.2, 2.0], 100),
+                                ('b', [5.0, 4.0, 3.0, 2.0, 1.9, 1.8, 1.7, 1.6], 50)):
+        records = [dict(step=i, val_loss=x, elapsed=10_000 * i / speed, tokens=1000 * i) for i, x in enumerate(losses)]
+        records += [dict(step=i, loss=3.0, tokens_per_s=speed + i, elapsed=i, memory_gib=2.0 + i) for i in range(3)]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / 'log.jsonl').write_text('\n'.join(map(json.dumps, records)) + '\n{"step": 9, "val_l')
+    a, b = sample.compare([sample.read_log(tmp_path / name) for name in 'ab'])
+    assert a == dict(final=2.0, tail=pytest.approx(2.1), n=2, difference=0.0, spread=0.0, tokens_per_s=101,
+                     reached=700.0, memory=4.0)
+    assert b['final'] == 1.6 and b['tail'] == pytest.approx(1.65) and b['tokens_per_s'] == 51
+    assert b['difference'] == pytest.approx((-0.5 - 0.4) / 2) and b['spread'] == pytest.approx(0.1 / 2 ** 0.5)
+    assert b['reached'] == 3 * 200.0         # the fourth evaluation is the first at 2.0
+    sample.main(['--report', str(tmp_path / 'a'), str(tmp_path / 'b'), f'--svg={tmp_path}/x.svg'])
+    assert '-0.4500 +- 0.0707' in capsys.readouterr().out
+    curves = [e for e in ET.parse(tmp_path / 'x.svg').iter() if e.tag.endswith('polyline')]
+    assert len(curves) == 4 and all(len(c.get('points').split()) == 8 for c in curves)
+
+
+def test_grid_shows_a_weight_of_one_and_svg_escapes(tmp_path):
+    panels = {'mean': [[1.0], [0.25, 0.75], [0.0, 0.0, 1.0]]}
+    lines = sample.grid(panels, ['attn0', 'mlp0', 'out'], ['emb', 'attn0', 'mlp0'], False, 80).split('\n')
+    assert [line[8:].rstrip() for line in lines[1:5]] == ['eam', '@', '+%', '  @']
+    sample.draw_map(tmp_path / 'x.svg', 'a < b & "c"', panels, ['attn0', 'mlp0', 'out'], ['emb', 'attn0', 'mlp0'])
+    shapes = list(ET.parse(tmp_path / 'x.svg').iter())
+    opacity = [float(e.get('fill-opacity')) for e in shapes if e.get('class') == 'weight'][6:]      # after the key
+    assert opacity == [1.0, 0.5, 0.87, 0.0, 0.0, 1.0] and any(e.text == 'a < b & "c"' for e in shapes)
+
+
+# ---- sample.py: the command line
+
+@pytest.fixture
+def out_dir(tmp_path):
+    model = tiny()
+    torch.save({'model': model.state_dict(), 'config': asdict(model.config) | {'routing': 'triton'}, 'train': {},
+                'meta': {'tokenizer': 'byte'}}, tmp_path / 'ckpt.pt')
+    return str(tmp_path)
+
+
+def test_command_line_samples_maps_and_labels(out_dir, capsys):
+    common = f'--out_dir={out_dir}', '--device=cpu', '--max_new_tokens=0', '--num_samples=2'
+    with open(f'{out_dir}/prompt.txt', 'w') as f:
+        f.write('a prompt from a file, longer than the context')
+    sample.main([*common, f'--start=FILE:{out_dir}/prompt.txt'])
+    assert capsys.readouterr().out.count('a prompt from a file, longer than the context') == 2
+    sample.main([*common, '--routing', '--start=def f'])
+    assert 'head 3' in capsys.readouterr().out and ET.parse(f'{out_dir}/depth_map.svg')
+    sample.main([*common, '--routing=tokens', '--site=attn0', '--start=ab'])
+    assert capsys.readouterr().out == '[emb]ab\n'            # the first site has nothing else to read
+
+
+def test_a_checkpoint_loads_on_a_machine_without_what_trained_it(out_dir):
+    model, tokenizer, _ = sample.load_checkpoint(f'{out_dir}/ckpt.pt')
+    assert model.config.routing == 'auto' and tokenizer.encode('é') == [0xc3, 0xa9]
+    assert torch.equal(model(tokens(1, 5)), tiny()(tokens(1, 5)))
+
+
+def test_prepare_train_and_sample(tmp_path, prepare, capsys):
+    """The whole way: a folder of text in, text of the same kind out."""
+    prepare('--input', write(tmp_path / 'in', a='ab' * 600))
+    run_train(tmp_path, '--dataset=mine', '--max_steps=60', '--lr=1e-2')
+    sample.main([f'--out_dir={tmp_path}/out', '--device=cpu', '--start=a', '--max_new_tokens=7', '--num_samples=1',
+                 '--temperature=0'])
+    assert 'abababab' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('damage, flags, message', [
+    (lambda path: os.remove(path), [], 'there is no'),
+    (lambda path: os.truncate(path, 1000), [], 'damaged'),
+    (lambda path: torch.save({'step': 1}, path), [], 'damaged'),
+    (lambda path: None, ['--temprature=1'], '--temprature'),
+    (lambda path: None, ['--temp=1'], '--temp'),
+    (lambda path: None, ['--temperature=-1'], 'temperature=-1'),
+    (lambda path: None, ['--routing=tokens', '--site=mlp7'], '--site'),
+    (lambda path: None, ['--routing'], '--start'),
+    (lambda path: None, ['--probe=start', '--start=x'], 'one routing head'),
+    (lambda path: None, ['--start=FILE:nowhere'], 'nowhere')])
+def test_errors_are_one_sentence(out_dir, damage, flags, message, capsys):
+    damage(f'{out_dir}/ckpt.pt')
+    with pytest.raises(SystemExit) as e:
+        sample.main([f'--out_dir={out_dir}', '--device=cpu'] + flags)
+    assert e.value.code != 0 and message in str(e.value) + capsys.readouterr().err
+
+
+def test_text_that_the_terminal_cannot_show_is_replaced(out_dir, monkeypatch, tmp_path):
+    with open(tmp_path / 'ascii.txt', 'w', encoding='ascii') as f:
+        monkeypatch.setattr(sys, 'stdout', f)
+        sample.main([f'--out_dir={out_dir}', '--device=cpu', '--start=é', '--max_new_tokens=0', '--num_samples=1'])
+    assert (tmp_path / 'ascii.txt').read_text() == '?\n'
