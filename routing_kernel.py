@@ -93,7 +93,9 @@ def load_parts(rows, col, mask, K: tl.constexpr, KW: tl.constexpr, PARTS: tl.con
 
 
 @jit
-def store_parts(rows, col, mask, parts, scale, K: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr):
+def store_parts(rows, col, mask, parts, scale,
+                K: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr):
+    """The reverse of load_parts, of parts * scale."""
     for j in tl.static_range(PARTS):
         tl.store(rows + col + j * KW, (parts[j] * scale).to(rows.dtype.element_ty),
                  mask=mask if EVEN else mask & (col + j * KW < K))
@@ -162,7 +164,7 @@ def read_site(X, V, RSTD, Q, O, LSE, s, base, n, BT, NP, SP, eps,
     head, mk = (h * K)[:, None], mh[:, None]
     row = s * BT + t
 
-    q = load_parts(Q + s * D + head, k, mk, K, KW, PARTS, EVEN, True)             # PARTS x (HB KW)
+    q = load_parts(Q + s * D + head, k, mk, K, KW, PARTS, EVEN, True)       # PARTS x (HB KW)
     x = load_parts(X + t * D + head, k, mk, K, KW, PARTS, EVEN, False)
     if CARRY:
         o = load_parts(O + row * D + head, k, mk, K, KW, PARTS, EVEN, False)
@@ -201,14 +203,15 @@ def read_group(V, RSTD, Q, O, LSE, s, n, BT, S, NP, SP,
     k = (tl.arange(0, W)[:, None] * (KW * PARTS) + tl.arange(0, KW)[None, :])[:, None, :]       # W 1 KW
     c = s + tl.arange(0, C)
     mc = c < S
-    q = load_parts(Q + c[None, :, None] * D + h * K, k, mc[None, :, None], K, KW, PARTS, EVEN, True)    # PARTS x (W C KW)
+    q = load_parts(Q + c[None, :, None] * D + h * K, k, mc[None, :, None],              # PARTS x (W C KW)
+                   K, KW, PARTS, EVEN, True)
     m = tl.full([C], -1e30, tl.float32)
     l = tl.zeros([C], tl.float32)
     acc = zeros([W, C, KW], PARTS)
     blocks = tl.cdiv(n, NB)
     t0 = (tl.program_id(0) // H).to(tl.int64) * P
     BT = BT + t0 * 0
-    for b in range(blocks * tl.minimum(P, BT - t0).to(tl.int32)):           # one loop, so that loads run ahead of positions too
+    for b in range(blocks * tl.minimum(P, BT - t0).to(tl.int32)):           # one loop: loads run ahead across positions
         t = t0 + b // blocks
         i = b % blocks * NB + tl.arange(0, NB)
         mi = i < n
@@ -321,14 +324,16 @@ def grad_group(V, RSTD, Q, O, LSE, DELTA, PART, CSUM, DZ, s, end, n, BT, N, NP, 
     for s0 in range(s, end, NB):
         i = s0 + tl.arange(0, NB)
         mi = i < end
-        q = load_parts(Q + i[None, :, None] * D + h * K, k, mi[None, :, None], K, KW, PARTS, EVEN, True)    # PARTS x (W NB KW)
+        q = load_parts(Q + i[None, :, None] * D + h * K, k, mi[None, :, None],          # PARTS x (W NB KW)
+                       K, KW, PARTS, EVEN, True)
         do = load_parts(O + (i * BT + t)[None, :, None] * D + h * K, k, mi[None, :, None], K, KW, PARTS, EVEN, False)
         z = matmul(v, q, PARTS) * r                                         # C NB
         w = tl.exp(z - tl.load(LSE + at + i, mask=mi, other=float('inf'))[None, :])
         dz = w * (matmul(v, do, PARTS) - tl.load(DELTA + at + i, mask=mi, other=0.0)[None, :])
         zsum += tl.sum(dz * z, 1)
         dz *= r
-        tl.store(DZ + (c * BT * H * SP)[:, None] + (at + i)[None, :], dz.to(DZ.dtype.element_ty), mask=mc[:, None] & mi[None, :])
+        tl.store(DZ + (c * BT * H * SP)[:, None] + (at + i)[None, :], dz.to(DZ.dtype.element_ty),
+                 mask=mc[:, None] & mi[None, :])
         acc = mix(mix(acc, 1.0, do, w, W, PARTS), 1.0, q, dz, W, PARTS)
     store_parts(PART + (c * BT + t)[None, :, None] * D + h * K, k, mc[None, :, None], acc, 1.0, K, KW, PARTS, EVEN)
     tl.store(CSUM + (t * H + h) * C + c, zsum, mask=mc)
@@ -336,7 +341,8 @@ def grad_group(V, RSTD, Q, O, LSE, DELTA, PART, CSUM, DZ, s, end, n, BT, N, NP, 
 
 @jit(do_not_specialize=['s', 'end', 'n', 'count'])
 def grad_query(V, DZ, DQ, s, end, n, count, BT, S, SP,
-               H: tl.constexpr, K: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr, SB: tl.constexpr, TB: tl.constexpr):
+               H: tl.constexpr, K: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr,
+               SB: tl.constexpr, TB: tl.constexpr):
     """dq of sites s.. from sources n..n+count-1, a share of the positions: DQ (shares, S, D) += dz r v."""
     D: tl.constexpr = H * K
     BLOCKS: tl.constexpr = (K + KW * PARTS - 1) // (KW * PARTS)             # of columns, for a wide head
@@ -359,7 +365,8 @@ def grad_query(V, DZ, DQ, s, end, n, count, BT, S, SP,
             more = more + (tl.dot(tl.trans(dz), v[j], acc[j], input_precision='tf32x3'),)
         acc = more
     rows, mi = DQ + (share * S + i)[:, None] * D + h * K, (i < end)[:, None]
-    store_parts(rows, k, mi, weighted(acc, 1.0, load_parts(rows, k, mi, K, KW, PARTS, EVEN, False), 1.0, PARTS), 1.0, K, KW, PARTS, EVEN)
+    sofar = load_parts(rows, k, mi, K, KW, PARTS, EVEN, False)
+    store_parts(rows, k, mi, weighted(acc, 1.0, sofar, 1.0, PARTS), 1.0, K, KW, PARTS, EVEN)
 
 
 # ---- one forward pass
@@ -391,9 +398,9 @@ class _Run:
         self.Q = query.detach().to(x.dtype).contiguous()
         self.V, self.O = self.like.new_empty(n_source, self.BT, D), self.like.new_empty(S, self.BT, D)
         self.RSTD, self.LSE = self.fp32(self.BT, self.NP), self.fp32(self.BT, n_head, self.SP)
-        self.n = self.s = self.base = 0                                     # sources kept, sites read, sources in the carried mix
+        self.n = self.s = self.base = 0                                     # sources kept, sites read, sources carried
         self.birth = []                                                     # the first site that reads each source
-        self.end = None                                                     # in backward: sites from here on have no gradient
+        self.end = None                                                     # in backward: sites from here on got none
 
         # Widths measured on an H200. One warp holds a head's slice of up to 192 columns in the group kernels;
         # a wider head takes several, and one too wide for the shared memory does without the group passes.
@@ -504,7 +511,7 @@ class _Read(torch.autograd.Function):
         with torch.cuda.device_of(run.like):
             out = run.read([x.reshape(-1, run.D).contiguous() for x in new])
         ctx.n, ctx.count, ctx.shape = run.n - 1, len(new), run.shape
-        ctx.alias = out                                                     # shares memory and version with what is returned
+        ctx.alias = out                                                     # memory and version of what is returned
         return out.view(run.shape), token.new_empty(0)
 
     @staticmethod
@@ -518,7 +525,7 @@ class _Read(torch.autograd.Function):
 
 @functools.cache
 def use_triton(choice, device_type):
-    """Whether the kernels run for choice = auto | triton | pytorch. Says so once; RuntimeError if they are asked for in vain."""
+    """Whether the kernels run, for choice = auto | triton | pytorch. Says so once; RuntimeError if asked for in vain."""
     if triton is None:
         why_not = 'Triton is not installed'
     elif os.environ.get('TRITON_INTERPRET') == '1':
@@ -553,7 +560,7 @@ class DepthHistory:
             raise ValueError(f'{n_head} routing heads do not divide the width {query.shape[1]}')
         self.query, self.n_head, self.eps, self.backend = query, n_head, eps, backend
         self.n_source = n_source or len(query)
-        self.sources, self.new, self.site = [], [], 0                       # all, those no site has read yet, the next site
+        self.sources, self.new, self.site = [], [], 0                       # all, those not read yet, the next site
         self.run = None
 
     def append(self, source):
@@ -615,25 +622,29 @@ def rows_moved(S, C=_Run.C):
 def main():
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
     if device == 'cpu' and os.environ.get('TRITON_INTERPRET') != '1':
-        raise SystemExit('routing_kernel.py: no CUDA device; TRITON_INTERPRET=1 python routing_kernel.py checks on the CPU')
+        raise SystemExit('routing_kernel.py: no CUDA device; with TRITON_INTERPRET=1 it checks on the CPU')
 
     def gradients(S, tokens, D, H, dtype, backend):
         torch.manual_seed(0)
         q, x, g = (torch.randn(n, D, device=device) for n in (S, tokens, tokens))
         q, x = (q / (D // H) ** 0.5).requires_grad_(), x.to(dtype).requires_grad_()
-        out = read_all(DepthHistory(q, H, backend=backend), x, S, lambda x: x.roll(1, -1))     # or all sources are alike
+        # Roll, or all sources would be alike.
+        out = read_all(DepthHistory(q, H, backend=backend), x, S, lambda x: x.roll(1, -1))
         copy = out.detach().double()
         (out.double() * g).sum().backward()
         return copy, q.grad.double(), x.grad.double()
 
     print('\nrelative error of (read, query gradient, source gradient): kernels, and PyTorch in the same dtype')
-    checks = [(7, 66, 48, 3), (11, 5, 32, 1)] if device == 'cpu' else [(25, 333, 512, 8), (20, 333, 1280, 8), (20, 333, 384, 3), (12, 77, 512, 1)]
+    checks = [(7, 66, 48, 3), (11, 5, 32, 1)] if device == 'cpu' else [
+        (25, 333, 512, 8), (20, 333, 1280, 8), (20, 333, 384, 3), (12, 77, 512, 1)]
     for S, tokens, D, H in checks:
         exact = gradients(S, tokens, D, H, torch.float64, 'pytorch')
         for dtype in [torch.float32] if device == 'cpu' else [torch.float32, torch.float16, torch.bfloat16]:
-            errors = [[((a - b).norm() / b.norm()).item() for a, b in zip(gradients(S, tokens, D, H, dtype, backend), exact)]
-                      for backend in ('triton', 'pytorch')]
-            print(f'S={S} D={D} H={H} {str(dtype)[6:]:9}', *('  '.join(f'{e:.1e}' for e in row) for row in errors), sep='   ')
+            errors = []
+            for backend in 'triton', 'pytorch':
+                found = gradients(S, tokens, D, H, dtype, backend)
+                errors.append('  '.join(f'{((a - b).norm() / b.norm()).item():.1e}' for a, b in zip(found, exact)))
+            print(f'S={S} D={D} H={H} {str(dtype)[6:]:9}', *errors, sep='   ')
     if device == 'cpu':
         return
 
@@ -644,9 +655,10 @@ def main():
     source = torch.empty_like(big)
     bandwidth = 2 * big.numel() / milliseconds(lambda: big.copy_(source)) / 1e6                 # bytes a ms
     del big, source
-    print(f'\ncopy bandwidth {bandwidth / 1e9:.2f} TB/s; ms of all sites, forward and backward; floor = bytes at that bandwidth')
-    print('shape                                   forward backward    both     rows   floor  reached   pytorch  compiled')
-    for S, tokens, D, H in [(25, 16384, 512, 8), (25, 16384, 512, 1), (49, 16384, 1024, 8), (73, 8192, 1280, 8), (73, 8192, 1280, 1)]:
+    print(f'\ncopy bandwidth {bandwidth / 1e9:.2f} TB/s; ms of all sites; floor: the rows at that bandwidth')
+    print(f'{"shape":38} forward backward    both     rows   floor  reached   pytorch  compiled')
+    for S, tokens, D, H in [(25, 16384, 512, 8), (25, 16384, 512, 1), (49, 16384, 1024, 8),
+                            (73, 8192, 1280, 8), (73, 8192, 1280, 1)]:
         q = (torch.randn(S, D, device=device) / (D // H) ** 0.5).requires_grad_()
         x, g = (torch.randn(tokens, D, device=device, dtype=torch.bfloat16) for _ in 'xg')
         x.requires_grad_()
@@ -667,8 +679,8 @@ def main():
                 others.append(f'{milliseconds(lambda: f("pytorch")):9.1f}')
             except torch.OutOfMemoryError:
                 others.append(f'{"-":>9}')
-        print(f'S={S} D={D:<5} H={H} {tokens:6} positions {forward:14.2f} {both - forward:8.2f} {both:7.2f} {rows:8} {floor:7.2f} '
-              f'{floor / both:8.0%}', *others, flush=True)
+        print(f'{f"S={S} D={D} H={H} {tokens} positions":38} {forward:7.2f} {both - forward:8.2f} {both:7.2f} {rows:8} '
+              f'{floor:7.2f} {floor / both:8.0%}', *others, flush=True)
         torch.cuda.empty_cache()
 
 

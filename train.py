@@ -26,6 +26,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 
+os.environ.setdefault('OMP_WAIT_POLICY', 'passive')    # read by torch: threads that spin waste a CPU shared with others
+
 import numpy as np
 import torch
 import torch._dynamo            # the optimizer would import it; after init_process_group that leaks gloo's threads
