@@ -53,7 +53,8 @@ def get_tokenizer(name: str) -> tiktoken.Encoding:
 def load_tokens(data_dir: str, split: str):
     """
     Open data_dir/{split}.bin: (n,) memory map of token ids, and meta.json as a dict.
-    FileNotFoundError if data_dir is not prepared, ValueError if the file is not as long as meta.json says.
+    FileNotFoundError if data_dir is not prepared, ValueError if meta.json is damaged or the file is not as
+    long as it says, or empty.
     """
     folder = Path(data_dir)
     path, meta_path = folder / f'{split}.bin', folder / 'meta.json'
@@ -61,9 +62,13 @@ def load_tokens(data_dir: str, split: str):
         flags = ('--dataset=' if folder.name in DATASETS else '--input PATH --name=') + folder.name
         flags += '' if folder.parent == Path('data') else f' --data_dir={folder.parent}'
         raise FileNotFoundError(f'{path} is not prepared: run python prepare_data.py {flags}')
-    meta = json.loads(meta_path.read_text(encoding='utf-8'))
-    found, expected = path.stat().st_size / np.dtype(meta['dtype']).itemsize, meta[f'{split}_tokens']
-    if found != expected:
+    try:
+        meta = json.loads(meta_path.read_text(encoding='utf-8'))
+        width, expected, _ = {'uint16': 2, 'uint32': 4}[meta['dtype']], int(meta[f'{split}_tokens']), int(meta['vocab_size'])
+    except (ValueError, KeyError, TypeError) as e:
+        raise ValueError(f'{meta_path} is damaged ({type(e).__name__}): prepare it again') from e
+    found = path.stat().st_size / width
+    if found != expected or not found:
         raise ValueError(f'{path} holds {found:,.12g} tokens, meta.json says {expected:,}: prepare it again')
     return np.memmap(path, dtype=meta['dtype'], mode='r'), meta
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from types import SimpleNamespace
 
 import torch
@@ -411,6 +412,7 @@ class _Run:
             dict(H=n_head, K=K, W=W, **pieces(triton.cdiv(K, W), 32 if W == 1 else 64), C=self.C, NB=16,
                  num_warps=W, num_stages=2)
             for W in (triton.next_power_of_2(triton.cdiv(K, widest)) for widest in (320, 192)))
+        # A group kernel's tiles take 84 bytes a column of a 16-bit head, twice that in fp32.
         self.grouped = 84 * K * x.element_size() // 2 <= shared_memory(x.device)
         self.tiles = SimpleNamespace(
             read_site=dict(site, num_warps=warps), read_group=dict(read_group, P=4), grad_group=grad_group,
@@ -449,15 +451,14 @@ class _Run:
     def backward(self, s, n, count, do):
         """Gradients of the `count` sources up to n that were new at site s; all later sites have been here before."""
         if self.end is None:
-            self.end, self.top = s + 1, n
+            self.end, self.top, self.task = s + 1, n, torch._C._current_graph_task_id()
             self.DELTA, self.CSUM = torch.empty_like(self.LSE), self.fp32(self.BT, self.H, self.C)
             self.PART = self.like.new_empty(min(self.C, n + 1), self.BT, self.D)
             self.DZ = self.like.new_empty(min(self.C, n + 1), self.BT, self.H, self.SP)
             self.DQ = self.fp32(self.SHARES, self.S, self.D).zero_()
-        elif s >= self.seen_down_to:
+        elif self.task != torch._C._current_graph_task_id():
             raise RuntimeError('backward ran twice through one depth history; run the forward again '
                                '(its buffers are reused: retain_graph has no effect on them)')
-        self.seen_down_to = s
         if count == 0:
             self.DELTA[:, :, s] = (do.float() * self.O[s]).unflatten(-1, (self.H, -1)).sum(-1)
             self.O[s] = do
@@ -524,20 +525,20 @@ class _Read(torch.autograd.Function):
 
 
 @functools.cache
-def use_triton(choice, device_type):
+def use_triton(choice, device):
     """Whether the kernels run, for choice = auto | triton | pytorch. Says so once; RuntimeError if asked for in vain."""
     if triton is None:
         why_not = 'Triton is not installed'
     elif os.environ.get('TRITON_INTERPRET') == '1':
         why_not = None if choice == 'triton' else 'Triton only interprets'
-    elif device_type != 'cuda':
-        why_not = f'no CUDA device, the model is on {device_type}'
+    elif device.type != 'cuda':
+        why_not = f'no CUDA device, the model is on {device.type}'
     else:
-        why_not = None if torch.cuda.get_device_capability() >= (8, 0) else 'the GPU is older than Ampere'
+        why_not = None if torch.cuda.get_device_capability(device) >= (8, 0) else 'the GPU is older than Ampere'
     if choice == 'triton' and why_not:
         raise RuntimeError(f'routing=triton is not possible here: {why_not}')
     use = choice != 'pytorch' and not why_not
-    print('routing: triton' if use else f'routing: pytorch ({why_not or "as asked"})')
+    print('routing: triton' if use else f'routing: pytorch ({why_not or "as asked"})', file=sys.stderr)
     return use
 
 
@@ -546,13 +547,15 @@ class DepthHistory:
     The sources of one forward pass and what every site reads from them.
 
     query (S, D): the sites' effective queries; n_head: H; n_source: the most sources that will come,
-    S if not given; backend: auto | triton | pytorch. Sites read in order, one after the other; any
-    number of sources may be appended between two reads. ValueError if H does not divide D, or for a
-    source unlike the first, a site out of order, or one source too many.
+    S if not given; backend: auto | triton | pytorch (fp64 sources always take the PyTorch reference).
+    Sites read in order, one after the other; any number of sources may be appended between two reads.
+    ValueError if H does not divide D, or for a source unlike the first, a site out of order, or one
+    source too many.
 
-    With the kernels, the memory of a read is reused once its backward has run: keep a copy
-    (.clone()) of a read that is looked at after backward. A second backward through the same
-    history is an error.
+    The kernels keep copies of the sources, as they are when the next site reads. The memory of a read is
+    reused once its backward has run: clone a read that is looked at after backward. A second backward
+    through the same history is an error (if PyTorch finds it first, it speaks of a view modified inplace),
+    and so is a history read partly under no_grad.
     """
 
     def __init__(self, query, n_head, eps=1e-6, backend='auto', n_source=None):
@@ -581,7 +584,7 @@ class DepthHistory:
                              'sites read in order, and after the first source')
         self.site += 1
         x = self.sources[0]
-        if x.numel() and x.dtype != torch.float64 and use_triton(self.backend, x.device.type):
+        if x.numel() and x.dtype != torch.float64 and use_triton(self.backend, x.device):
             return self.read_triton(x)
         return route(self.query[site], self.sources, self.n_head, self.eps)
 
@@ -590,7 +593,9 @@ class DepthHistory:
         if self.run is None:
             self.run = _Run(self.query, x, self.n_head, self.n_source, self.eps)
             self.run.shape = x.shape
-            self.token = _Open.apply(self.query, self.run)
+            self.token, self.grad = _Open.apply(self.query, self.run), torch.is_grad_enabled()
+        if self.grad != torch.is_grad_enabled():
+            raise RuntimeError('one depth history is read either with gradients or under no_grad, not both')
         out, self.token = _Read.apply(self.token, self.run, *self.new)
         # The kernels keep their own copy; without gradients nothing else needs the originals.
         self.sources[-len(self.new) or len(self.sources):] = [

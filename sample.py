@@ -24,7 +24,7 @@ from itertools import groupby
 import torch
 import torch.nn.functional as F
 
-from model import GPT, GPTConfig, KVCache
+from model import GPT, DepthAttention, GPTConfig, KVCache
 from prepare_data import get_tokenizer, load_tokens
 from routing_kernel import route_weights
 
@@ -113,6 +113,7 @@ def generate(model, idx, max_new_tokens, temperature=0.8, top_k=50, vocab_size=N
             else:
                 logits = model(idx[:, first:])
             values, ids = logits[:, -1, :V].float().topk(k)         # B k
+            values = values - values[:, :1]                         # the largest is 0: no temperature overflows
             choice = torch.multinomial((values / (temperature or 1)).softmax(-1), 1, generator=generator)
             idx = torch.cat((idx, ids.gather(1, choice)), dim=1)
     return idx
@@ -126,8 +127,8 @@ def at_every_read(model, idx, look):
     Run the model on idx, B T, and return [look(query, sources) for each site]: the site's effective query,
     (D,), and the list of tensors B T D that it reads from. ValueError for a standard model.
     """
-    if model.config.residual == 'standard':
-        raise ValueError('a standard model routes nothing: there are no weights to look at')
+    if not issubclass(model.stream_class, DepthAttention):
+        raise ValueError(f'a {model.config.residual} model does not attend over depth: there are no weights to look at')
 
     class Watched(model.stream_class):
         def read(self):
@@ -369,7 +370,10 @@ def draw_curves(path, title, subtitle, panels):
 def read_log(out_dir):
     """(training records, evaluations) of out_dir/log.jsonl."""
     with open(os.path.join(out_dir, 'log.jsonl'), encoding='utf-8') as f:
-        records = [json.loads(line) for line in f if line.endswith('\n')]       # a killed run may leave half a line
+        try:                                                        # a killed run may leave half a line
+            records = [json.loads(line) for line in f if line.endswith('\n')]
+        except ValueError as e:
+            raise ValueError(f'{out_dir}/log.jsonl holds a damaged line: {e}') from e
     train, evals = [r for r in records if 'loss' in r], [r for r in records if 'val_loss' in r]
     if not evals:
         raise ValueError(f'{out_dir}/log.jsonl holds no evaluation yet')
@@ -423,6 +427,10 @@ def run(args):
         return report(args.report, args.svg or os.path.join(args.report[0], 'loss.svg'))
     auto = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
     device = torch.device(auto if args.device == 'auto' else args.device)
+    if device.type == 'cuda' and not torch.cuda.is_available():
+        raise ValueError(f'device={device}, but PyTorch finds no CUDA device')
+    if args.num_samples < 1 or args.max_new_tokens < 0:
+        raise ValueError('--num_samples must be at least 1 and --max_new_tokens at least 0')
     model, tokenizer, checkpoint = load_checkpoint(os.path.join(args.out_dir, 'ckpt.pt'), device)
     T, start = model.config.block_size, args.start
     torch.manual_seed(args.seed)
@@ -432,7 +440,10 @@ def run(args):
             start = f.read()
     idx = torch.tensor([tokenizer.encode_ordinary(start) or [tokenizer.eot_token]])
     if 'val' in (args.routing, args.probe):                         # about 2,048 tokens, spread over the file
-        tokens, _ = load_tokens(os.path.join(checkpoint['train']['data_dir'], checkpoint['train']['dataset']), 'val')
+        folder = os.path.join(checkpoint['train']['data_dir'], checkpoint['train']['dataset'])
+        tokens, meta = load_tokens(folder, 'val')
+        if meta != checkpoint['meta']:
+            raise ValueError(f'{folder} was prepared anew since this model was trained: --start=TEXT still works')
         rows, last = max(2048 // T, 1), max(len(tokens) - T, 0)
         idx = torch.stack([torch.from_numpy(tokens[last * i // rows:][:T].astype('int64')) for i in range(rows)])
     elif not start and 'start' in (args.routing, args.probe):
@@ -476,6 +487,9 @@ def main(argv=None):
     sys.stdout.reconfigure(errors='replace')                        # what the terminal cannot show is no reason to stop
     try:
         run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:                                         # the reader, `head` say, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, RuntimeError, ValueError) as e:
         sys.exit(f'{parser.prog}: error: {e}')
 

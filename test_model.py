@@ -302,6 +302,25 @@ def test_a_second_backward_is_a_clear_error(kernels):
         squares.backward()
 
 
+def test_a_second_backward_from_an_earlier_read_is_an_error_too(kernels):
+    query, sources, _ = history_case('ararar', 2, 16)
+    out = reads('ararar', query, sources, 1)
+    torch.autograd.grad(out[2].sum(), [sources[2]], retain_graph=True)    # leaves the earlier sites alone
+    with pytest.raises(RuntimeError, match='backward ran twice'):
+        torch.autograd.grad(out[1].sum(), [query])
+
+
+def test_a_history_is_read_with_gradients_or_without(kernels):
+    query, sources, _ = history_case('arar', 2, 16)
+    history = DepthHistory(query, 1, backend='triton')
+    history.append(sources[0])
+    with torch.no_grad():
+        history.read(0)
+    history.append(sources[1])
+    with pytest.raises(RuntimeError, match='under no_grad, not both'):
+        history.read(1)
+
+
 def test_the_only_source_has_a_zero_query_gradient(kernels):
     """Not a missing one: every process of a distributed run must find a gradient."""
     query, sources, douts = history_case('ar', 3, 32)
@@ -610,6 +629,10 @@ def test_missing_and_damaged_sets_are_named(tmp_path, prepare):
         f.write(b'\0\0')
     with pytest.raises(ValueError, match='train.bin holds 20 tokens, meta.json says 19'):
         prepare_data.load_tokens(tmp_path / 'mine', 'train')
+    for damaged in '', '{}', '[]', '{"dtype": "int16", "train_tokens": 20, "vocab_size": 257}':
+        (tmp_path / 'mine' / 'meta.json').write_text(damaged)
+        with pytest.raises(ValueError, match='meta.json is damaged'):
+            prepare_data.load_tokens(tmp_path / 'mine', 'train')
 
 
 @pytest.mark.parametrize('cut, ranges', [(4000, True), (1 << 30, True), (1 << 30, False)])
@@ -730,7 +753,8 @@ def equal(a, b):
 @pytest.mark.parametrize('flags, named', [
     (['--n_layr=3'], '--n_layr'), (['--batch_size=abc'], '--batch_size'), (['--residual=none'], '--residual'),
     (['--max_step=3'], '--max_step'), (['--n_embd=30'], 'n_embd'), (['--grad_accum=0'], 'grad_accum'),
-    (['--resume'], 'nothing to resume'), (['--device=tpu'], 'tpu'), (['--dataset=nowhere'], 'nowhere')])
+    (['--lr=-1'], 'lr'), (['--beta1=2'], 'beta1'), (['--resume'], 'nothing to resume'), (['--device=tpu'], 'tpu'),
+    (['--dataset=nowhere'], 'nowhere')])
 def test_wrong_flags_are_named(tmp_path, capsys, flags, named):
     with pytest.raises(SystemExit) as e:
         train.main([f'--out_dir={tmp_path}', *flags])
@@ -776,6 +800,9 @@ def test_resume_refuses_another_run(tmp_path):
             run_train(tmp_path, '--resume', flag)
     with pytest.raises(SystemExit, match='--resume'):           # nor is a run overwritten by accident
         run_train(tmp_path)
+    # A flag that repeats what the run has is fine, also if the preset's own shape would refuse it.
+    run_train(tmp_path, '--n_embd=24', '--n_route_head=6', '--stop_after=2', out='six')
+    train.main(['--resume', f'--data_dir={tmp_path}', f'--out_dir={tmp_path / "six"}', '--n_route_head=6', '--stop_after=1'])
     (tmp_path / 'out' / 'ckpt.pt').write_bytes((tmp_path / 'out' / 'ckpt.pt').read_bytes()[:1000])
     with pytest.raises(SystemExit, match='damaged'):
         run_train(tmp_path, '--resume')
@@ -859,6 +886,28 @@ def test_nan_stops_and_is_not_saved(tmp_path, monkeypatch):
         run_train(tmp_path, '--log_every=10', '--save_every=5', '--eval_every=100')
     checkpoint = torch.load(tmp_path / 'out' / 'ckpt.pt', weights_only=True)
     assert checkpoint['step'] == 5 and all(w.isfinite().all() for w in checkpoint['model'].values())
+
+
+def test_an_update_that_breaks_the_weights_is_not_saved(tmp_path):
+    run_train(tmp_path, '--stop_after=2')
+    log = tmp_path / 'out' / 'log.jsonl'
+    with open(log, 'a') as f:
+        f.write('no record\n')                                  # nor does a damaged line keep a run from resuming
+    with pytest.raises(SystemExit, match='weights not finite after step 1; nothing was saved'):
+        run_train(tmp_path, '--lr=1e38', '--warmup=0', '--save_every=1', out='broken')
+    assert not (tmp_path / 'broken' / 'ckpt.pt').exists()
+    assert run_train(tmp_path, '--resume')[0]['step'] == 20
+
+
+def test_a_start_that_fails_costs_nothing(tmp_path, monkeypatch):
+    before, _ = run_train(tmp_path, '--stop_after=2')
+
+    def no_memory(*args):
+        raise MemoryError
+    monkeypatch.setattr(train.Trainer, '__init__', no_memory)
+    with pytest.raises(MemoryError):
+        run_train(tmp_path, '--overwrite')
+    assert read_run(tmp_path / 'out')[0]['step'] == before['step']
 
 
 def test_signal_saves_and_exits(tmp_path, monkeypatch):

@@ -24,6 +24,7 @@ import textwrap
 import time
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 
 os.environ.setdefault('OMP_WAIT_POLICY', 'passive')    # read by torch: threads that spin waste a CPU shared with others
@@ -35,6 +36,7 @@ import torch.distributed as dist
 
 import prepare_data
 from model import GPT, STREAMS, GPTConfig
+from routing_kernel import use_triton
 
 
 # ---- configuration
@@ -87,6 +89,12 @@ class TrainConfig:      # every field is a flag and its comment the flag's help;
             value, least = getattr(self, f.name), 0 if f.name == 'seed' else 1
             if f.type is int and f.default >= 1 and value < least:
                 raise ValueError(f'{f.name}={value} must be at least {least}')
+        for name, good in (('lr', 0 < self.lr < math.inf), ('beta1', 0 <= self.beta1 < 1), ('beta2', 0 <= self.beta2 < 1),
+                           ('weight_decay', 0 <= self.weight_decay < math.inf), ('min_lr_ratio', 0 <= self.min_lr_ratio <= 1),
+                           ('grad_clip', self.grad_clip >= 0), ('stop_after', self.stop_after >= 0),
+                           ('route_scale', math.isfinite(self.route_scale))):
+            if not good:
+                raise ValueError(f'{name}={getattr(self, name)} makes no sense')
         if self.warmup < 0:
             self.warmup = min(1000, self.max_steps // 20)
         self.out_dir = self.out_dir or f'out/{self.preset}-{self.residual}'
@@ -337,7 +345,8 @@ def save_checkpoint(path, trainer, **more):
         os.replace(tmp, path)
     except (OSError, RuntimeError) as e:            # RuntimeError: what PyTorch's writer makes of a full disk
         tmp.unlink(missing_ok=True)
-        sys.exit(f'train.py: cannot write {path} (disk full?), an earlier one is whole: {str(e).splitlines()[0]}')
+        left = 'the earlier one is whole' if path.exists() else 'nothing was saved'
+        sys.exit(f'train.py: cannot write {path} (disk full?), {left}: {str(e).splitlines()[0]}')
 
 
 def load_checkpoint(path):
@@ -350,6 +359,13 @@ def load_checkpoint(path):
         raise ValueError(f'{path} is damaged or not a checkpoint of train.py ({type(e).__name__})') from e
 
 
+def record_step(line):
+    try:
+        return json.loads(line)['step']
+    except (ValueError, TypeError, KeyError):       # a crash of the machine may leave anything
+        return math.inf
+
+
 def prepare_out_dir(out, step):
     """Drop what a run logged after its checkpoint at `step`; step 0 is a new run and drops everything."""
     out.mkdir(parents=True, exist_ok=True)
@@ -357,8 +373,8 @@ def prepare_out_dir(out, step):
         (out / 'ckpt.pt').unlink(missing_ok=True)
     log = out / 'log.jsonl'
     log.touch()
-    lines = log.read_bytes().splitlines(keepends=True)
-    os.truncate(log, sum(len(x) for x in lines if x.endswith(b'\n') and json.loads(x)['step'] <= step))
+    good = takewhile(lambda x: x.endswith(b'\n') and record_step(x) <= step, log.read_bytes().splitlines(keepends=True))
+    os.truncate(log, sum(map(len, good)))
 
 
 # ---- the run
@@ -405,12 +421,12 @@ def train(cfg, data, checkpoint, device, rank, world_size):
     train_tokens, val_tokens, meta = data
     state = checkpoint or {'step': 0, 'best_val': math.inf, 'elapsed': 0.0}
     start, best_val, elapsed, out = state['step'], state['best_val'], state['elapsed'], Path(cfg.out_dir)
-    if rank == 0:
-        prepare_out_dir(out, start)
     trainer = Trainer(cfg, meta['vocab_size'], device, rank, world_size)
     if checkpoint:
         trainer.load(checkpoint)
         checkpoint.clear()      # gigabytes of the host's memory
+    if rank == 0:               # only now: a run that cannot start must not cost the one that is here
+        prepare_out_dir(out, start)
     step_tokens = cfg.batch_size * cfg.grad_accum * cfg.block_size
     peak_flops = trainer.cuda and trainer.dtype != torch.float32 and PEAK_FLOPS.get(torch.cuda.get_device_name(device))
     print(f'{sum(p.numel() for p in trainer.model.parameters()):,} parameters, {len(train_tokens):,} training tokens, '
@@ -426,7 +442,7 @@ def train(cfg, data, checkpoint, device, rank, world_size):
     for s in (signal.SIGINT, signal.SIGTERM):
         signal.signal(s, lambda number, _: stop_signals.append(signal.signal(number, signal.SIG_DFL)))
 
-    # elapsed and tokens/s are wall-clock with data and logging, but without compiling, evaluation and saving.
+    # elapsed and tokens/s are wall-clock with data and logging, but without capture, evaluation and saving.
     began = time.perf_counter() - elapsed
     saved, logged, logged_elapsed, pending = start, start, elapsed, []
     trainer.memory()
@@ -450,7 +466,8 @@ def train(cfg, data, checkpoint, device, rank, world_size):
         # Look at every step since the last look, so that a broken one is never saved.
         results = torch.stack(pending).tolist()
         for at, (loss, norm) in enumerate(results, done - len(results) + 1):
-            overflow = trainer.scaler.is_enabled() and math.isfinite(loss)      # normal in fp16: the update was skipped
+            # Normal in fp16, the update was skipped; not if the scale shrinks for ever.
+            overflow = trainer.scaler.is_enabled() and math.isfinite(loss) and trainer.scaler.get_scale() > 1e-3
             if not math.isfinite(loss + norm) and not overflow:
                 sys.exit(f'train.py: loss {loss}, gradient norm {norm} at step {at}; ' +
                          (f'the last checkpoint, of step {saved}, is good' if saved else 'nothing was saved'))
@@ -470,6 +487,9 @@ def train(cfg, data, checkpoint, device, rank, world_size):
             log(step=done, val_loss=val_loss, tokens=done * step_tokens, elapsed=elapsed)
             print(f'step {done:>5}/{cfg.max_steps}  val_loss {val_loss:.4f}', flush=True)
         if saving:
+            if not all(p.isfinite().all() for p in trainer.model.parameters()):     # the last update can break them yet
+                sys.exit(f'train.py: weights not finite after step {done}; ' +
+                         (f'the last checkpoint, of step {saved}, is good' if saved else 'nothing was saved'))
             saved = done
             if rank == 0:
                 save_checkpoint(out / 'ckpt.pt', trainer, step=done, meta=meta, best_val=best_val, elapsed=elapsed)
@@ -521,14 +541,19 @@ def benchmark(cfg, device, rank, world_size):
 def main(argv=None):
     given = parse_flags(argv)
     try:        # what a user can get wrong is found here, and is one sentence
-        cfg, checkpoint = TrainConfig(**PRESETS[given.get('preset', 'tiny')] | given), None
+        resume, checkpoint = given.get('resume'), None
+        # A run that is resumed knows its own shape: only what names its folder counts here.
+        known = {k: v for k, v in given.items() if not resume or k in ('preset', 'residual', 'out_dir')}
+        cfg = TrainConfig(**PRESETS[given.get('preset', 'tiny')] | known)
         path = Path(cfg.out_dir, 'ckpt.pt')
-        if cfg.resume:
+        if resume:
             checkpoint = load_checkpoint(path)
             cfg = resume_config({'out_dir': cfg.out_dir} | given, checkpoint['train'])
         elif path.exists() and not (cfg.overwrite or cfg.benchmark):
             raise ValueError(f'{path} exists: --resume continues it, --overwrite starts anew, --out_dir goes elsewhere')
         device, rank, world_size = start_processes(cfg)
+        if cfg.residual != 'standard':
+            use_triton(cfg.routing, device)
         data = None if cfg.benchmark else open_data(cfg, rank, world_size)
         if checkpoint and data and checkpoint['meta'] != data[-1]:
             raise ValueError(f'cannot resume: {cfg.data_dir}/{cfg.dataset} was prepared anew since the run began')
