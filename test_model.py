@@ -916,6 +916,14 @@ def test_signal_saves_and_exits(tmp_path, monkeypatch):
     assert run_train(tmp_path, '--resume')[0]['step'] == 20
 
 
+def test_a_closed_pipe_saves_and_exits(tmp_path, monkeypatch):
+    class Gone:
+        def write(self, text):
+            raise BrokenPipeError
+    before_step(monkeypatch, 3, lambda trainer: monkeypatch.setattr(sys, 'stdout', Gone()))
+    assert run_train(tmp_path)[0]['step'] == 4
+
+
 @pytest.mark.parametrize('ids, named', [([1, 2, 100] * 50, 'id 100'), ([1] * 16, '16 tokens')])
 def test_bad_data_is_named(tmp_path, ids, named):
     write_data(tmp_path, ids)

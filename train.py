@@ -442,6 +442,13 @@ def train(cfg, data, checkpoint, device, rank, world_size):
     for s in (signal.SIGINT, signal.SIGTERM):
         signal.signal(s, lambda number, _: stop_signals.append(signal.signal(number, signal.SIG_DFL)))
 
+    def say(text):
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:     # train.py | head: the reader is gone, so save and exit as well
+            sys.stdout = open(os.devnull, 'w')
+            stop_signals.append(None)
+
     # elapsed and tokens/s are wall-clock with data and logging, but without capture, evaluation and saving.
     began = time.perf_counter() - elapsed
     saved, logged, logged_elapsed, pending = start, start, elapsed, []
@@ -478,14 +485,14 @@ def train(cfg, data, checkpoint, device, rank, world_size):
             speed, logged, logged_elapsed = step_tokens / seconds, done, elapsed
             log(step=done, loss=loss, lr=lr, grad_norm=norm, tokens_per_s=speed, elapsed=elapsed, memory_gib=memory)
             mfu = speed / world_size * flops_per_token(trainer.model) / peak_flops if peak_flops else 0
-            print(f'step {done:>5}/{cfg.max_steps}  loss {loss:.4f}  lr {lr:.2e}  {speed:,.0f} tok/s' +
-                  (f'  {memory:.2f} GiB' if memory else '') + (f'  MFU {mfu:.1%}' if mfu else '') +
-                  f'  {seconds * (cfg.max_steps - done) / 60:.1f} min left', flush=True)
+            say(f'step {done:>5}/{cfg.max_steps}  loss {loss:.4f}  lr {lr:.2e}  {speed:,.0f} tok/s' +
+                (f'  {memory:.2f} GiB' if memory else '') + (f'  MFU {mfu:.1%}' if mfu else '') +
+                f'  {seconds * (cfg.max_steps - done) / 60:.1f} min left')
         if evaluating:
             val_loss = trainer.evaluate(val_tokens)
             best_val = min(best_val, val_loss)
             log(step=done, val_loss=val_loss, tokens=done * step_tokens, elapsed=elapsed)
-            print(f'step {done:>5}/{cfg.max_steps}  val_loss {val_loss:.4f}', flush=True)
+            say(f'step {done:>5}/{cfg.max_steps}  val_loss {val_loss:.4f}')
         if saving:
             if not all(p.isfinite().all() for p in trainer.model.parameters()):     # the last update can break them yet
                 sys.exit(f'train.py: weights not finite after step {done}; ' +
@@ -496,7 +503,7 @@ def train(cfg, data, checkpoint, device, rank, world_size):
         if evaluating or saving:
             began = time.perf_counter() - elapsed
         if stopping and not ending:
-            return print(f'stopped after step {done}: --resume continues')
+            return say(f'stopped after step {done}: --resume continues')
 
     if rank == 0 and cfg.sample:
         print_sample(cfg, trainer.model, meta, device)
