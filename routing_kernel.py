@@ -9,10 +9,9 @@ no arithmetic: site s reads s + 1 rows of width D for every position):
                  the finished sources starts the softmax of the next C = 8 sites (`read_group`);
                  each site then only adds the few sources born since (`read_site`).
   gather         Backward keeps the gradient rows of all sites. When source n's turn comes, every
-                 later site's row is known, so its gradient is one sum over them: no accumulation
-                 in global memory, no atomics, bitwise repeatable. It has the same two shapes:
-                 `grad_group` sums over all later sites for C sources at once, `grad_site` adds
-                 the few sites of the source's own group.
+                 later site's row is known, so its gradient is one sum over them: no atomics,
+                 bitwise repeatable. It has the same two shapes: `grad_group` sums over all later
+                 sites for C sources at once, `grad_site` adds the few of the source's own group.
 
 Symbols: B batch, T sequence, D width, H routing heads of width K = D / H, S sites, N sources.
 """
@@ -52,7 +51,7 @@ def route_weights(query, sources, n_head, eps=1e-6):
         raise ValueError(f'{n_head} routing heads do not divide the width {D}')
     s = upcast(torch.stack(sources))                                        # N ... D
     k = s * torch.rsqrt(s.pow(2).mean(-1, keepdim=True) + eps)              # RMS over the full row, then sliced
-    q = query.to(sources[0].dtype).to(s.dtype)
+    q = query.to(sources[0].dtype).to(s.dtype)                              # rounded as autocast rounds a weight
     z = (q * k).unflatten(-1, (n_head, -1)).sum(-1)                         # N ... H    <q[h], k_n[h]>
     return z.softmax(0)
 
@@ -230,11 +229,12 @@ def read_group(V, RSTD, Q, O, LSE, s, n, BT, S, NP, SP,
             tl.store(LSE + (t * H + h) * SP + c, m + tl.log(l), mask=mc)
 
 
-# ---- backward kernels. For site s, source n, head h, with do = dout_s[h], v = s_n[h] and w, z as in `route`:
+# ---- backward kernels. For site s, source n, head h, with do = dout_s[h], v the head's slice of source n, and
+# w, z as in `route_weights`. r belongs to the whole row of source n, which is why its term sums over heads:
 #
 #   out = sum_n w v              so   dw = <do, v>,   dz = w (dw - delta)   with   delta = sum_n w dw = <do, out>
 #   z   = r <q, v>               so   dq = sum dz r v  over n and positions
-#   r   = (mean_D v^2 + eps)^-1/2     dr / dv = -r^3 v / D,   and   sum_h dz <q, v> = sum_h dz z / r
+#   r   = (mean of v^2 over the row's D columns + eps)^-1/2,  dr / dv = -r^3 v / D,  sum_h dz <q, v> = sum_h dz z / r
 #
 #   dv  = sum_s w do  +  r sum_s dz q  -  r^2 / D (sum_s,h dz z) v
 #
@@ -438,7 +438,8 @@ class _Run:
             self.base = old if self.grouped and self.BT >= self.FEW else 0
             if self.base > 0:
                 read_group[(self.H * triton.cdiv(self.BT, self.tiles.read_group['P']),)](
-                    self.V, self.RSTD, self.Q, self.O, self.LSE, s, old, self.BT, self.S, self.NP, self.SP, **self.tiles.read_group)
+                    self.V, self.RSTD, self.Q, self.O, self.LSE, s, old, self.BT, self.S, self.NP, self.SP,
+                    **self.tiles.read_group)
         read_site[(self.BT,)](
             new[-1] if new else self.V[old], self.V, self.RSTD, self.Q, self.O, self.LSE, s, self.base, old,
             self.BT, self.NP, self.SP, self.eps, **self.tiles.read_site, CARRY=self.base > 0, FRESH=len(new) > 0)
@@ -526,7 +527,7 @@ class _Read(torch.autograd.Function):
 
 @functools.cache
 def use_triton(choice, device):
-    """Whether the kernels run, for choice = auto | triton | pytorch. Says so once; RuntimeError if asked for in vain."""
+    """Whether the kernels run, for choice = auto | triton | pytorch. Says so once; RuntimeError if in vain."""
     if triton is None:
         why_not = 'Triton is not installed'
     elif os.environ.get('TRITON_INTERPRET') == '1':
@@ -617,11 +618,11 @@ def read_all(history, x, S, sublayer=lambda x: x):
 def rows_moved(S, C=_Run.C):
     """(forward, backward) rows of B * T * D that the kernels read and write, for S sources and S sites."""
     passes = range(C, S, C)                                                 # sites at which a group pass runs
-    forward = sum(s + 2 * min(C, S - s) for s in passes)                    # sources read; mixes written, read by their site
+    forward = sum(s + 2 * min(C, S - s) for s in passes)                    # sources read; mixes written and read
     forward += sum(s % C for s in range(S)) + 3 * S                         # recent sources; newest, its copy, the read
-    backward = sum(S - s + 3 * C for s in passes)                           # do read; C sources read, sums written and read
+    backward = sum(S - s + 3 * C for s in passes)                           # do read; sources read, sums written and read
     backward += sum(min(n - n % C + C, S) - n - 1 for n in range(S))        # do of the group's own later sites
-    return forward, backward + 6 * S                                        # do, out, do kept, source, gradient; source for dq
+    return forward, backward + 6 * S                                        # do, out, do kept, v, dv; v for dq
 
 
 def main():

@@ -32,7 +32,7 @@ from routing_kernel import route_weights
 def load_checkpoint(path, device='cpu'):
     """(model, tokenizer, the checkpoint's dict) from train.py's ckpt.pt. OSError or ValueError if it is unusable."""
     if not os.path.exists(path):
-        raise FileNotFoundError(f'there is no {path}: python train.py --out_dir={os.path.dirname(path)} writes it')
+        raise FileNotFoundError(f'there is no {path}: train a model there first (python train.py --out_dir=...)')
     try:
         checkpoint = torch.load(path, map_location='cpu', weights_only=True)
         # Which code computes the reads is a matter of this machine, not of the one that trained.
@@ -369,6 +369,8 @@ def draw_curves(path, title, subtitle, panels):
 
 def read_log(out_dir):
     """(training records, evaluations) of out_dir/log.jsonl."""
+    if not os.path.exists(os.path.join(out_dir, 'log.jsonl')):
+        raise FileNotFoundError(f'there is no {out_dir}/log.jsonl: {out_dir} is not a run of train.py')
     with open(os.path.join(out_dir, 'log.jsonl'), encoding='utf-8') as f:
         try:                                                        # a killed run may leave half a line
             records = [json.loads(line) for line in f if line.endswith('\n')]

@@ -35,7 +35,7 @@ import torch._dynamo            # the optimizer would import it; after init_proc
 import torch.distributed as dist
 
 import prepare_data
-from model import GPT, STREAMS, GPTConfig
+from model import GPT, STREAMS, DepthAttention, GPTConfig
 from routing_kernel import use_triton
 
 
@@ -89,10 +89,11 @@ class TrainConfig:      # every field is a flag and its comment the flag's help;
             value, least = getattr(self, f.name), 0 if f.name == 'seed' else 1
             if f.type is int and f.default >= 1 and value < least:
                 raise ValueError(f'{f.name}={value} must be at least {least}')
-        for name, good in (('lr', 0 < self.lr < math.inf), ('beta1', 0 <= self.beta1 < 1), ('beta2', 0 <= self.beta2 < 1),
-                           ('weight_decay', 0 <= self.weight_decay < math.inf), ('min_lr_ratio', 0 <= self.min_lr_ratio <= 1),
-                           ('grad_clip', self.grad_clip >= 0), ('stop_after', self.stop_after >= 0),
-                           ('route_scale', math.isfinite(self.route_scale))):
+        for name, good in (
+                ('lr', 0 < self.lr < math.inf), ('weight_decay', 0 <= self.weight_decay < math.inf),
+                ('beta1', 0 <= self.beta1 < 1), ('beta2', 0 <= self.beta2 < 1), ('min_lr_ratio', 0 <= self.min_lr_ratio <= 1),
+                ('grad_clip', self.grad_clip >= 0), ('stop_after', self.stop_after >= 0),
+                ('route_scale', math.isfinite(self.route_scale))):
             if not good:
                 raise ValueError(f'{name}={getattr(self, name)} makes no sense')
         if self.warmup < 0:
@@ -559,7 +560,7 @@ def main(argv=None):
         elif path.exists() and not (cfg.overwrite or cfg.benchmark):
             raise ValueError(f'{path} exists: --resume continues it, --overwrite starts anew, --out_dir goes elsewhere')
         device, rank, world_size = start_processes(cfg)
-        if cfg.residual != 'standard':
+        if issubclass(STREAMS[cfg.residual], DepthAttention):
             use_triton(cfg.routing, device)
         data = None if cfg.benchmark else open_data(cfg, rank, world_size)
         if checkpoint and data and checkpoint['meta'] != data[-1]:
