@@ -38,13 +38,13 @@ def upcast(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def route_weights(query, sources, n_head, eps=1e-6):
+def route_logits(query, sources, n_head, eps=1e-6):
     """
-    The softmax over depth of one site.
+    How well one site's query matches each source.
 
     query (D,): the site's effective query q * g; sources: a list of N tensors ... D. Returns
-    (N, ..., H) in fp32 or wider, summing to one over N. The query is rounded to the sources' dtype
-    first, as autocast rounds any weight. ValueError if H does not divide D.
+    (N, ..., H) in fp32 or wider. The query is rounded to the sources' dtype first, as autocast
+    rounds any weight. ValueError if H does not divide D.
     """
     D = query.shape[-1]
     if n_head < 1 or D % n_head:
@@ -52,15 +52,19 @@ def route_weights(query, sources, n_head, eps=1e-6):
     s = upcast(torch.stack(sources))                                        # N ... D
     k = s * torch.rsqrt(s.pow(2).mean(-1, keepdim=True) + eps)              # RMS over the full row, then sliced
     q = query.to(sources[0].dtype).to(s.dtype)                              # rounded as autocast rounds a weight
-    z = (q * k).unflatten(-1, (n_head, -1)).sum(-1)                         # N ... H    <q[h], k_n[h]>
-    return z.softmax(0)
+    return (q * k).unflatten(-1, (n_head, -1)).sum(-1)                      # N ... H    <q[h], k_n[h]>
+
+
+def route_weights(query, sources, n_head, eps=1e-6):
+    """The softmax over depth of the logits, (N, ..., H), summing to one over N. Arguments as in route_logits."""
+    return route_logits(query, sources, n_head, eps).softmax(0)
 
 
 def route(query, sources, n_head, eps=1e-6):
     """
     What one site reads: out[h] = sum_n w[n, h] * s_n[h], the values not normalised (Multi-Head
     Attention Residuals, Luo, Cai, Hu, 2026; with n_head = 1 Attention Residuals, Kimi Team, 2026).
-    Arguments as in route_weights. Returns ... D in the sources' dtype, rounded once.
+    Arguments as in route_logits. Returns ... D in the sources' dtype, rounded once.
     """
     w = route_weights(query, sources, n_head, eps)                          # N ... H
     s = upcast(torch.stack(sources)).unflatten(-1, (n_head, -1))            # N ... H K
@@ -233,6 +237,7 @@ def read_group(V, RSTD, Q, O, LSE, s, n, BT, S, NP, SP,
 # w, z as in `route_weights`. r belongs to the whole row of source n, which is why its term sums over heads:
 #
 #   out = sum_n w v              so   dw = <do, v>,   dz = w (dw - delta)   with   delta = sum_n w dw = <do, out>
+#   lse = log sum_n e^z          so   dz += w dlse:   delta - dlse takes delta's place
 #   z   = r <q, v>               so   dq = sum dz r v  over n and positions
 #   r   = (mean of v^2 over the row's D columns + eps)^-1/2,  dr / dv = -r^3 v / D,  sum_h dz <q, v> = sum_h dz z / r
 #
@@ -243,7 +248,7 @@ def read_group(V, RSTD, Q, O, LSE, s, n, BT, S, NP, SP,
 # holds do: delta was the last use of out.
 
 @jit(do_not_specialize=['s', 'low', 'end', 'n', 'c'])
-def grad_site(DO, V, RSTD, Q, O, LSE, DELTA, PART, CSUM, DZ, DX, s, low, end, n, c, BT, NP, SP,
+def grad_site(DO, DLSE, V, RSTD, Q, O, LSE, DELTA, PART, CSUM, DZ, DX, s, low, end, n, c, BT, NP, SP,
               H: tl.constexpr, K: tl.constexpr, HB: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr,
               C: tl.constexpr, SITES: tl.constexpr, STAGES: tl.constexpr, CARRY: tl.constexpr, FRESH: tl.constexpr):
     """
@@ -274,6 +279,8 @@ def grad_site(DO, V, RSTD, Q, O, LSE, DELTA, PART, CSUM, DZ, DX, s, low, end, n,
         csum = tl.load(CSUM + (t * H + h) * C + c, mask=mh, other=0.0)
     if FRESH:
         delta = inner(do, out, PARTS)
+        if DLSE is not None:
+            delta -= tl.load(DLSE + t * H + h, mask=mh, other=0.0)
         store_parts(O + row * D + head, k, mk, do, 1.0, K, KW, PARTS, EVEN)
         tl.store(DELTA + at + s, delta, mask=mh)
     else:
@@ -449,7 +456,7 @@ class _Run:
             self.n += 1
         return self.O.data[s]                                               # .data: a version counter of its own
 
-    def backward(self, s, n, count, do):
+    def backward(self, s, n, count, do, dlse):
         """Gradients of the `count` sources up to n that were new at site s; all later sites have been here before."""
         if self.end is None:
             self.end, self.top, self.task = s + 1, n, torch._C._current_graph_task_id()
@@ -461,11 +468,11 @@ class _Run:
             raise RuntimeError('backward ran twice through one depth history; run the forward again '
                                '(its buffers are reused: retain_graph has no effect on them)')
         if count == 0:
-            self.DELTA[:, :, s] = (do.float() * self.O[s]).unflatten(-1, (self.H, -1)).sum(-1)
+            self.DELTA[:, :, s] = (do.float() * self.O[s]).unflatten(-1, (self.H, -1)).sum(-1) - (0 if dlse is None else dlse)
             self.O[s] = do
-        return [self.grad_source(s, i, do, fresh=i == n) for i in range(n, n - count, -1)][::-1]
+        return [self.grad_source(s, i, do, dlse, fresh=i == n) for i in range(n, n - count, -1)][::-1]
 
-    def grad_source(self, s, n, do, fresh):
+    def grad_source(self, s, n, do, dlse, fresh):
         c, dx = n % self.C, torch.empty_like(do)
         low = self.birth[n - c]
         if n == self.top or self.grouped and c == self.C - 1:
@@ -475,7 +482,7 @@ class _Run:
                     self.V, self.RSTD, self.Q, self.O, self.LSE, self.DELTA, self.PART, self.CSUM, self.DZ,
                     self.far, self.end, n - c, self.BT, n + 1, self.NP, self.SP, **self.tiles.grad_group)
         grad_site[(self.BT,)](
-            do, self.V, self.RSTD, self.Q, self.O, self.LSE, self.DELTA, self.PART, self.CSUM, self.DZ, dx,
+            do, dlse, self.V, self.RSTD, self.Q, self.O, self.LSE, self.DELTA, self.PART, self.CSUM, self.DZ, dx,
             s, low, self.far, n, c, self.BT, self.NP, self.SP, **self.tiles.grad_site,
             SITES=triton.next_power_of_2(self.far - low), CARRY=self.far < self.end, FRESH=fresh)
         if c == 0:
@@ -514,13 +521,17 @@ class _Read(torch.autograd.Function):
             out = run.read([x.reshape(-1, run.D).contiguous() for x in new])
         ctx.n, ctx.count, ctx.shape = run.n - 1, len(new), run.shape
         ctx.alias = out                                                     # memory and version of what is returned
-        return out.view(run.shape), token.new_empty(0)
+        ctx.set_materialize_grads(False)
+        lse = run.LSE[:, :, ctx.s].view(*run.shape[:-1], run.H)
+        return out.view(run.shape), lse, token.new_empty(0)
 
     @staticmethod
-    def backward(ctx, do, _):
+    def backward(ctx, do, dlse, _):
         run = ctx.run
+        do = run.like.new_zeros(run.BT, run.D) if do is None else do.reshape(-1, run.D).to(run.like.dtype).contiguous()
+        dlse = None if dlse is None else dlse.reshape(-1, run.H).contiguous()
         with torch.cuda.device_of(run.like):
-            dx = run.backward(ctx.s, ctx.n, ctx.count, do.reshape(-1, run.D).to(run.like.dtype).contiguous())
+            dx = run.backward(ctx.s, ctx.n, ctx.count, do, dlse)
         torch.autograd.graph.increment_version(ctx.alias)                   # its memory now holds do
         return None, None, *(d.view(ctx.shape) for d in dx)
 
@@ -578,16 +589,23 @@ class DepthHistory:
         self.sources.append(source)
         self.new.append(source)
 
-    def read(self, site):
-        """What site reads, ... D: the softmax-weighted mix of all sources so far (see route)."""
+    def read(self, site, lse=False):
+        """
+        What site reads, ... D: the softmax-weighted mix of all sources so far (see route). With lse also the
+        log-sum-exp of its logits, ... H in fp32: two reads merge like two sources with these as logits.
+        """
         if site != self.site or not self.sources:
             raise ValueError(f'site {site} reads after {self.site} sites and {len(self.sources)} sources; '
                              'sites read in order, and after the first source')
         self.site += 1
         x = self.sources[0]
         if x.numel() and x.dtype != torch.float64 and use_triton(self.backend, x.device):
-            return self.read_triton(x)
-        return route(self.query[site], self.sources, self.n_head, self.eps)
+            out = self.read_triton(x)
+        else:
+            q = self.query[site]
+            out = (route(q, self.sources, self.n_head, self.eps),
+                   route_logits(q, self.sources, self.n_head, self.eps).logsumexp(0) if lse else None)
+        return out if lse else out[0]
 
     @torch.compiler.disable
     def read_triton(self, x):
@@ -597,12 +615,12 @@ class DepthHistory:
             self.token, self.grad = _Open.apply(self.query, self.run), torch.is_grad_enabled()
         if self.grad != torch.is_grad_enabled():
             raise RuntimeError('one depth history is read either with gradients or under no_grad, not both')
-        out, self.token = _Read.apply(self.token, self.run, *self.new)
+        out, lse, self.token = _Read.apply(self.token, self.run, *self.new)
         # The kernels keep their own copy; without gradients nothing else needs the originals.
         self.sources[-len(self.new) or len(self.sources):] = [
             self.run.V[i].view(x.shape) for i in range(self.run.n - len(self.new), self.run.n)]
         self.new = []
-        return out
+        return out, lse
 
 
 # ---- python routing_kernel.py: is it right, and how far from the bytes
