@@ -71,10 +71,10 @@ def route(query, sources, n_head, eps=1e-6):
     return (w[..., None] * s).sum(0).flatten(-2).to(sources[0].dtype)       # ... D
 
 
-# ---- forward kernels. Buffers are row-major, BT = B * T positions:
-#   V    (N, BT, D)   sources              RSTD (BT, N)      1 / RMS of each source's row
-#   O    (S, BT, D)   reads                LSE  (BT, H, S)   log-sum-exp of each site's logits
-#   Q    (S, D)       effective queries    (N and S padded to multiples of 16 in RSTD and LSE)
+# ---- forward kernels. Sources and reads are the caller's own tensors, BT D with BT = B * T positions, nowhere copied
+# or stacked. The table V (N) says where the sources lie, in elements from Q. Buffers are row-major:
+#   Q    (S, D)       effective queries    LSE  (BT, H, S)   log-sum-exp of each site's logits
+#   RSTD (BT, N)      1 / RMS of each source's row           (N and S padded to multiples of 16 in RSTD and LSE)
 #
 # Tiles need powers of two and K is often none, so a head's slice is held as a tuple of equal pieces,
 # `PARTS` of KW columns (K = 160 is 5 x 32, with no lane idle). In the group kernels each of W warps has its own.
@@ -103,6 +103,18 @@ def store_parts(rows, col, mask, parts, scale,
     for j in tl.static_range(PARTS):
         tl.store(rows + col + j * KW, (parts[j] * scale).to(rows.dtype.element_ty),
                  mask=mask if EVEN else mask & (col + j * KW < K))
+
+
+@jit
+def place(X, Q):
+    """Where the tensor X lies, in elements from Q."""
+    return (X.to(tl.int64) - Q.to(tl.int64)) // (X.dtype.element_ty.primitive_bitwidth // 8)
+
+
+@jit
+def lookup(TABLE, i, mask=None):
+    """The places of tensors i; the compiler may know that they are aligned."""
+    return tl.multiple_of(tl.load(TABLE + i, mask=mask, other=None if mask is None else 0), 16)
 
 
 @jit
@@ -151,27 +163,25 @@ def mix(acc, scale, rows, weights, W: tl.constexpr, PARTS: tl.constexpr):
 
 
 @jit(do_not_specialize=['s', 'base', 'n'])
-def read_site(X, V, RSTD, Q, O, LSE, s, base, n, BT, NP, SP, eps,
+def read_site(X, V, RSTD, Q, OUT, LSE, s, base, n, NP, SP, eps,
               H: tl.constexpr, K: tl.constexpr, HB: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr,
               STAGES: tl.constexpr, CARRY: tl.constexpr, FRESH: tl.constexpr):
     """
-    One position of one site: source n, whose rows are X and which is kept in V if FRESH, the carried (O, LSE)
-    of the sources below base, and sources base..n-1.
+    One position of one site: source n, which is X and enters V if FRESH, the (OUT, LSE) carried from the sources
+    below base, and sources base..n-1.
     """
     D: tl.constexpr = H * K
     EVEN: tl.constexpr = K == KW * PARTS
-    t = tl.program_id(0).to(tl.int64)
-    BT = BT + t * 0                                                         # 64 bits: row numbers times D pass 2^31
+    t = tl.program_id(0).to(tl.int64)                                       # 64 bits: t D passes 2^31
     h = tl.arange(0, HB)
     mh = h < H
     k = tl.broadcast_to(tl.arange(0, KW)[None, :], [HB, KW])
     head, mk = (h * K)[:, None], mh[:, None]
-    row = s * BT + t
 
     q = load_parts(Q + s * D + head, k, mk, K, KW, PARTS, EVEN, True)       # PARTS x (HB KW)
     x = load_parts(X + t * D + head, k, mk, K, KW, PARTS, EVEN, False)
     if CARRY:
-        o = load_parts(O + row * D + head, k, mk, K, KW, PARTS, EVEN, False)
+        o = load_parts(OUT + t * D + head, k, mk, K, KW, PARTS, EVEN, False)
         lse = tl.load(LSE + (t * H + h) * SP + s, mask=mh, other=0.0)
     r = tl.rsqrt(tl.sum(inner(x, x, PARTS)) / D + eps)
     m = inner(x, q, PARTS) * r                                              # HB: running maximum, sum and mix
@@ -183,24 +193,24 @@ def read_site(X, V, RSTD, Q, O, LSE, s, base, n, BT, NP, SP, eps,
         acc = weighted(acc, l[:, None], o, p[:, None], PARTS)
         l, m = l + p, top
     for i in tl.range(base, n, num_stages=STAGES):
-        v = load_parts(V + (i * BT + t) * D + head, k, mk, K, KW, PARTS, EVEN, False)
+        v = load_parts(Q + lookup(V, i) + t * D + head, k, mk, K, KW, PARTS, EVEN, False)
         z = inner(v, q, PARTS) * tl.load(RSTD + t * NP + i)
         new = tl.maximum(m, z)
         a, p1 = tl.exp(m - new), tl.exp(z - new)
         acc = weighted(acc, a[:, None], v, p1[:, None], PARTS)
         l, m = a * l + p1, new
     if FRESH:
-        store_parts(V + (n * BT + t) * D + head, k, mk, x, 1.0, K, KW, PARTS, EVEN)
+        tl.store(V + n, place(X, Q), mask=t == 0)
         tl.store(RSTD + t * NP + n, r)
-    store_parts(O + row * D + head, k, mk, acc, (1.0 / l)[:, None], K, KW, PARTS, EVEN)
+    store_parts(OUT + t * D + head, k, mk, acc, (1.0 / l)[:, None], K, KW, PARTS, EVEN)
     tl.store(LSE + (t * H + h) * SP + s, m + tl.log(l), mask=mh)
 
 
 @jit(do_not_specialize=['s', 'n'])
-def read_group(V, RSTD, Q, O, LSE, s, n, BT, S, NP, SP,
+def read_group(V, RSTD, Q, OUT, LSE, s, n, BT, S, NP, SP,
                H: tl.constexpr, K: tl.constexpr, W: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr,
                C: tl.constexpr, NB: tl.constexpr, P: tl.constexpr):
-    """P positions of one head, sites s..s+C-1 over sources 0..n-1: each source row is read once for C sites."""
+    """P positions of one head, sites s..s+C-1 over sources 0..n-1: each source row is read once for C sites. OUT: C BT D."""
     D: tl.constexpr = H * K
     EVEN: tl.constexpr = K == W * KW * PARTS
     h = tl.program_id(0) % H                                                # the heads of a position run side by side
@@ -219,7 +229,8 @@ def read_group(V, RSTD, Q, O, LSE, s, n, BT, S, NP, SP,
         t = t0 + b // blocks
         i = b % blocks * NB + tl.arange(0, NB)
         mi = i < n
-        v = load_parts(V + (i * BT + t)[None, :, None] * D + h * K, k, mi[None, :, None], K, KW, PARTS, EVEN, False)
+        v = load_parts(Q + (lookup(V, i, mi) + t * D)[None, :, None] + h * K, k, mi[None, :, None],
+                       K, KW, PARTS, EVEN, False)
         r = tl.load(RSTD + t * NP + i, mask=mi, other=0.0)
         z = tl.where(mi[None, :], matmul(q, v, PARTS) * r[None, :], -1e30)  # C NB
         m = tl.where(b % blocks == 0, -1e30, m)                             # a new position: a = 0 clears l and acc
@@ -228,7 +239,7 @@ def read_group(V, RSTD, Q, O, LSE, s, n, BT, S, NP, SP,
         l, m = a * l + tl.sum(p, 1), top
         acc = mix(acc, a[None, :, None], v, p, W, PARTS)
         if b % blocks == blocks - 1:
-            store_parts(O + (c * BT + t)[None, :, None] * D + h * K, k, mc[None, :, None],
+            store_parts(OUT + ((c - s) * BT + t)[None, :, None] * D + h * K, k, mc[None, :, None],
                         acc, (1.0 / l)[None, :, None], K, KW, PARTS, EVEN)
             tl.store(LSE + (t * H + h) * SP + c, m + tl.log(l), mask=mc)
 
@@ -243,16 +254,42 @@ def read_group(V, RSTD, Q, O, LSE, s, n, BT, S, NP, SP,
 #
 #   dv  = sum_s w do  +  r sum_s dz q  -  r^2 / D (sum_s,h dz z) v
 #
-# More buffers: DELTA (BT, H, S); for the C sources of a group PART (C, BT, D) and CSUM (BT, H, C), the
-# sums over the sites of later groups; DZ (C, BT, H, S) = dz r. From its backward on, site s's row of O
-# holds do: delta was the last use of out.
+# The table G (S) says where the do of each site lies. More buffers: DELTA (BT, H, S); for the C sources of a group
+# PART (C, BT, D) and CSUM (BT, H, C), the sums over far sites, those that one pass serves; DZ (C, BT, H, S) = dz r.
+
+@jit
+def meet(do, OUT, DO, DLSE, G, Q, DELTA, t, s, at, head, k, mk, h, mh, H: tl.constexpr,
+         K: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr):
+    """Site s in backward, seen for the first time: its delta, kept in DELTA, and its do, entered in G."""
+    out = load_parts(OUT + t * (H * K) + head, k, mk, K, KW, PARTS, EVEN, False)
+    delta = inner(do, out, PARTS)
+    if DLSE is not None:
+        delta -= tl.load(DLSE + t * H + h, mask=mh, other=0.0)
+    tl.store(G + s, place(DO, Q), mask=t == 0)
+    tl.store(DELTA + at + s, delta, mask=mh)
+    return delta
+
+
+@jit(do_not_specialize=['s'])
+def grad_bare(OUT, DO, DLSE, G, Q, DELTA, s, SP,
+              H: tl.constexpr, K: tl.constexpr, HB: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr):
+    """One position of a site at which no source was born."""
+    EVEN: tl.constexpr = K == KW * PARTS
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, HB)
+    mh = h < H
+    k = tl.broadcast_to(tl.arange(0, KW)[None, :], [HB, KW])
+    head, mk = (h * K)[:, None], mh[:, None]
+    do = load_parts(DO + t * (H * K) + head, k, mk, K, KW, PARTS, EVEN, False)
+    meet(do, OUT, DO, DLSE, G, Q, DELTA, t, s, (t * H + h) * SP, head, k, mk, h, mh, H, K, KW, PARTS, EVEN)
+
 
 @jit(do_not_specialize=['s', 'low', 'end', 'n', 'c'])
-def grad_site(DO, DLSE, V, RSTD, Q, O, LSE, DELTA, PART, CSUM, DZ, DX, s, low, end, n, c, BT, NP, SP,
+def grad_site(X, OUT, DO, DLSE, G, RSTD, Q, LSE, DELTA, PART, CSUM, DZ, DX, s, low, end, n, c, BT, NP, SP,
               H: tl.constexpr, K: tl.constexpr, HB: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr,
               C: tl.constexpr, SITES: tl.constexpr, STAGES: tl.constexpr, CARRY: tl.constexpr, FRESH: tl.constexpr):
     """
-    One position of source n: site s, whose do is in DO and if FRESH not yet in O, sites s+1..end-1, and what
+    One position of source n, which is X: site s, whose do is DO and enters G if FRESH, sites s+1..end-1, and what
     PART carries. Writes dz of sites low..end-1, at most SITES, zero for those before the source's birth at s.
     """
     D: tl.constexpr = H * K
@@ -263,14 +300,11 @@ def grad_site(DO, DLSE, V, RSTD, Q, O, LSE, DELTA, PART, CSUM, DZ, DX, s, low, e
     mh = h < H
     k = tl.broadcast_to(tl.arange(0, KW)[None, :], [HB, KW])
     head, mk = (h * K)[:, None], mh[:, None]
-    row = s * BT + t
     at = (t * H + h) * SP                                                   # row of LSE, DELTA and DZ
     DZ += c * BT * H * SP
 
-    v = load_parts(V + (n * BT + t) * D + head, k, mk, K, KW, PARTS, EVEN, False)     # PARTS x (HB KW)
+    v = load_parts(X + t * D + head, k, mk, K, KW, PARTS, EVEN, False)     # PARTS x (HB KW)
     do = load_parts(DO + t * D + head, k, mk, K, KW, PARTS, EVEN, False)
-    if FRESH:
-        out = load_parts(O + row * D + head, k, mk, K, KW, PARTS, EVEN, False)
     q = load_parts(Q + s * D + head, k, mk, K, KW, PARTS, EVEN, True)
     r = tl.load(RSTD + t * NP + n)
     lse = tl.load(LSE + at + s, mask=mh, other=0.0)
@@ -278,11 +312,7 @@ def grad_site(DO, DLSE, V, RSTD, Q, O, LSE, DELTA, PART, CSUM, DZ, DX, s, low, e
         part = load_parts(PART + (c * BT + t) * D + head, k, mk, K, KW, PARTS, EVEN, False)
         csum = tl.load(CSUM + (t * H + h) * C + c, mask=mh, other=0.0)
     if FRESH:
-        delta = inner(do, out, PARTS)
-        if DLSE is not None:
-            delta -= tl.load(DLSE + t * H + h, mask=mh, other=0.0)
-        store_parts(O + row * D + head, k, mk, do, 1.0, K, KW, PARTS, EVEN)
-        tl.store(DELTA + at + s, delta, mask=mh)
+        delta = meet(do, OUT, DO, DLSE, G, Q, DELTA, t, s, at, head, k, mk, h, mh, H, K, KW, PARTS, EVEN)
     else:
         delta = tl.load(DELTA + at + s, mask=mh, other=0.0)
     z = inner(v, q, PARTS) * r
@@ -296,7 +326,7 @@ def grad_site(DO, DLSE, V, RSTD, Q, O, LSE, DELTA, PART, CSUM, DZ, DX, s, low, e
         acc = weighted(acc, 1.0, part, 1.0, PARTS)
         zsum += csum
     for i in tl.range(s + 1, end, num_stages=STAGES):
-        g = load_parts(O + (i * BT + t) * D + head, k, mk, K, KW, PARTS, EVEN, False)
+        g = load_parts(Q + lookup(G, i) + t * D + head, k, mk, K, KW, PARTS, EVEN, False)
         u = load_parts(Q + i * D + head, k, mk, K, KW, PARTS, EVEN, True)
         zi = inner(v, u, PARTS) * r
         wi = tl.exp(zi - tl.load(LSE + at + i, mask=mh, other=0.0))
@@ -312,7 +342,7 @@ def grad_site(DO, DLSE, V, RSTD, Q, O, LSE, DELTA, PART, CSUM, DZ, DX, s, low, e
 
 
 @jit(do_not_specialize=['s', 'end', 'n'])
-def grad_group(V, RSTD, Q, O, LSE, DELTA, PART, CSUM, DZ, s, end, n, BT, N, NP, SP,
+def grad_group(V, G, RSTD, Q, LSE, DELTA, PART, CSUM, DZ, s, end, n, BT, N, NP, SP,
                H: tl.constexpr, K: tl.constexpr, W: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr,
                C: tl.constexpr, NB: tl.constexpr):
     """One position of one head, sources n..n+C-1 over sites s..end-1: each do row is read once for C sources."""
@@ -325,7 +355,8 @@ def grad_group(V, RSTD, Q, O, LSE, DELTA, PART, CSUM, DZ, s, end, n, BT, N, NP, 
     c = tl.arange(0, C)
     mc = n + c < N
     at = (t * H + h) * SP                                                   # row of LSE, DELTA and DZ
-    v = load_parts(V + ((n + c) * BT + t)[None, :, None] * D + h * K, k, mc[None, :, None], K, KW, PARTS, EVEN, False)
+    v = load_parts(Q + (lookup(V, n + c, mc) + t * D)[None, :, None] + h * K, k, mc[None, :, None],
+                   K, KW, PARTS, EVEN, False)
     r = tl.load(RSTD + t * NP + n + c, mask=mc, other=0.0)[:, None]
     acc = zeros([W, C, KW], PARTS)
     zsum = tl.zeros([C], tl.float32)
@@ -334,7 +365,8 @@ def grad_group(V, RSTD, Q, O, LSE, DELTA, PART, CSUM, DZ, s, end, n, BT, N, NP, 
         mi = i < end
         q = load_parts(Q + i[None, :, None] * D + h * K, k, mi[None, :, None],          # PARTS x (W NB KW)
                        K, KW, PARTS, EVEN, True)
-        do = load_parts(O + (i * BT + t)[None, :, None] * D + h * K, k, mi[None, :, None], K, KW, PARTS, EVEN, False)
+        do = load_parts(Q + (lookup(G, i, mi) + t * D)[None, :, None] + h * K, k, mi[None, :, None],
+                        K, KW, PARTS, EVEN, False)
         z = matmul(v, q, PARTS) * r                                         # C NB
         w = tl.exp(z - tl.load(LSE + at + i, mask=mi, other=float('inf'))[None, :])
         dz = w * (matmul(v, do, PARTS) - tl.load(DELTA + at + i, mask=mi, other=0.0)[None, :])
@@ -348,7 +380,7 @@ def grad_group(V, RSTD, Q, O, LSE, DELTA, PART, CSUM, DZ, s, end, n, BT, N, NP, 
 
 
 @jit(do_not_specialize=['s', 'end', 'n', 'count'])
-def grad_query(V, DZ, DQ, s, end, n, count, BT, S, SP,
+def grad_query(V, Q, DZ, DQ, s, end, n, count, BT, S, SP,
                H: tl.constexpr, K: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr,
                SB: tl.constexpr, TB: tl.constexpr):
     """dq of sites s.. from sources n..n+count-1, a share of the positions: DQ (shares, S, D) += dz r v."""
@@ -358,15 +390,14 @@ def grad_query(V, DZ, DQ, s, end, n, count, BT, S, SP,
     h = tl.program_id(0) // BLOCKS
     k = (tl.program_id(0) % BLOCKS * (KW * PARTS) + tl.arange(0, KW))[None, :]
     i = s + tl.program_id(1) * SB + tl.arange(0, SB)
-    share, shares = tl.program_id(2), tl.num_programs(2)
-    BT = BT + share.to(tl.int64) * 0
+    share, shares = tl.program_id(2).to(tl.int64), tl.num_programs(2)
     blocks = tl.cdiv(BT, shares * TB).to(tl.int32)
     acc = zeros([SB, KW], PARTS)
     for b in range(count * blocks):
         c = b // blocks
         t = (b % blocks * shares + share) * TB + tl.arange(0, TB)
         mt = (t < BT)[:, None]
-        v = load_parts(V + ((n + c) * BT + t)[:, None] * D + h * K, k, mt, K, KW, PARTS, EVEN, False)
+        v = load_parts(Q + lookup(V, n + c) + t[:, None] * D + h * K, k, mt, K, KW, PARTS, EVEN, False)
         dz = tl.load(DZ + ((c * BT + t) * H + h)[:, None] * SP + i[None, :], mask=mt & (i < end)[None, :], other=0.0)
         more = ()
         for j in tl.static_range(PARTS):
@@ -404,11 +435,11 @@ class _Run:
         self.like = x.new_empty(0)                                          # dtype and device of the sources
         self.NP, self.SP = (triton.cdiv(count, 16) * 16 for count in (n_source, S))
         self.Q = query.detach().to(x.dtype).contiguous()
-        self.V, self.O = self.like.new_empty(n_source, self.BT, D), self.like.new_empty(S, self.BT, D)
+        self.V, self.G = (torch.empty(count, dtype=torch.int64, device=x.device) for count in (n_source, S))
         self.RSTD, self.LSE = self.fp32(self.BT, self.NP), self.fp32(self.BT, n_head, self.SP)
-        self.n = self.s = self.base = 0                                     # sources kept, sites read, sources carried
-        self.birth = []                                                     # the first site that reads each source
-        self.end = None                                                     # in backward: sites from here on got none
+        self.sources, self.birth = [], []                                   # and the first site that reads each
+        self.s = self.base = self.until = 0             # sites read; sources carried, for the sites below until
+        self.task = None                                                    # the backward pass that is under way
 
         # Widths measured on an H200. One warp holds a head's slice of up to 192 columns in the group kernels;
         # a wider head takes several, and one too wide for the shared memory does without the group passes.
@@ -422,76 +453,93 @@ class _Run:
         # A group kernel's tiles take 84 bytes a column of a 16-bit head, twice that in fp32.
         self.grouped = 84 * K * x.element_size() // 2 <= shared_memory(x.device)
         self.tiles = SimpleNamespace(
-            read_site=dict(site, num_warps=warps), read_group=dict(read_group, P=4), grad_group=grad_group,
+            read_site=dict(site, num_warps=warps), grad_bare=dict(H=n_head, K=K, HB=HB, **row, num_warps=warps), read_group=dict(read_group, P=4), grad_group=grad_group,
             grad_site=dict(site, C=self.C, num_warps=min(8, 2 * warps) if n_head > 1 else warps),
             grad_query=dict(H=n_head, K=K, **pieces(min(K, 256), 64), TB=64, num_stages=3))
 
     def fp32(self, *shape):
         return self.like.new_empty(shape, dtype=torch.float32)
 
+    def rows(self, x):
+        """x as BT D whose rows kernels can load in whole words; x itself if it is laid out so."""
+        x = x.reshape(-1, self.D).to(self.like.dtype).contiguous()
+        return x if x.data_ptr() % 64 == 0 else x.clone()
+
     def keep(self, x):
-        """Store a source that no site reads on its own (a site stores the newest one on the way)."""
-        self.V[self.n] = x
-        self.RSTD[:, self.n] = torch.rsqrt(x.float().pow(2).mean(-1) + self.eps)
+        """Note a source that no site reads on its own (a site notes the newest one on the way)."""
+        n = len(self.sources)
+        self.V[n] = (x.data_ptr() - self.Q.data_ptr()) // x.element_size()
+        self.RSTD[:, n] = torch.rsqrt(x.float().pow(2).mean(-1) + self.eps)
+        self.sources.append(x)
         self.birth.append(self.s)
-        self.n += 1
 
     def read(self, new):
         """The next site's mix of all sources, BT D; new are those born since the last read, each BT D."""
         for x in new[:-1]:
             self.keep(x)
-        s, old = self.s, self.n - (not new)                                 # sources beside the newest
-        if s % self.C == 0:
-            self.base = old if self.grouped and self.BT >= self.FEW else 0
-            if self.base > 0:
-                read_group[(self.H * triton.cdiv(self.BT, self.tiles.read_group['P']),)](
-                    self.V, self.RSTD, self.Q, self.O, self.LSE, s, old, self.BT, self.S, self.NP, self.SP,
-                    **self.tiles.read_group)
-        read_site[(self.BT,)](
-            new[-1] if new else self.V[old], self.V, self.RSTD, self.Q, self.O, self.LSE, s, self.base, old,
-            self.BT, self.NP, self.SP, self.eps, **self.tiles.read_site, CARRY=self.base > 0, FRESH=len(new) > 0)
-        self.s += 1
+        s, n = self.s, len(self.sources) - (not new)                        # n: the newest source
+        old, carried = n + (not new), s < self.until                        # sources beside a new one
+        # Groups of sites are counted from the last, so that none is nearly empty; the first may be short or long.
+        begins = s >= self.C // 2 and (self.S - s) % self.C == 0 or not new
+        if begins and old > self.base * carried and self.grouped and self.BT >= self.FEW:
+            self.O = self.like.new_empty(min(self.C, self.S - s), self.BT, self.D)
+            self.base, self.first, self.until, carried = old, s, s + len(self.O), True
+            read_group[(self.H * triton.cdiv(self.BT, self.tiles.read_group['P']),)](
+                self.V, self.RSTD, self.Q, self.O, self.LSE, s, old, self.BT, self.S, self.NP, self.SP,
+                **self.tiles.read_group)
+        out = self.O[s - self.first].data if carried else self.like.new_empty(self.BT, self.D)  # .data: a version of its own
+        base = self.base if carried else 0
+        if new or base < old:
+            read_site[(self.BT,)](
+                new[-1] if new else self.sources[n], self.V, self.RSTD, self.Q, out, self.LSE, s, base, n,
+                self.NP, self.SP, self.eps, **self.tiles.read_site, CARRY=carried, FRESH=len(new) > 0)
         if new:
+            self.sources.append(new[-1])
             self.birth.append(s)
-            self.n += 1
-        return self.O.data[s]                                               # .data: a version counter of its own
+        self.s += 1
+        return out
 
-    def backward(self, s, n, count, do, dlse):
+    def backward(self, s, n, count, out, do, dlse):
         """Gradients of the `count` sources up to n that were new at site s; all later sites have been here before."""
-        if self.end is None:
-            self.end, self.top, self.task = s + 1, n, torch._C._current_graph_task_id()
+        if self.task != torch._C._current_graph_task_id():                  # a new backward pass
+            self.task, self.end, self.top, self.dos = torch._C._current_graph_task_id(), s + 1, n, []
             self.DELTA, self.CSUM = torch.empty_like(self.LSE), self.fp32(self.BT, self.H, self.C)
             self.PART = self.like.new_empty(min(self.C, n + 1), self.BT, self.D)
             self.DZ = self.like.new_empty(min(self.C, n + 1), self.BT, self.H, self.SP)
             self.DQ = self.fp32(self.SHARES, self.S, self.D).zero_()
-        elif self.task != torch._C._current_graph_task_id():
-            raise RuntimeError('backward ran twice through one depth history; run the forward again '
-                               '(its buffers are reused: retain_graph has no effect on them)')
+        self.dos.append(do)                                                 # G holds its address only
         if count == 0:
-            self.DELTA[:, :, s] = (do.float() * self.O[s]).unflatten(-1, (self.H, -1)).sum(-1) - (0 if dlse is None else dlse)
-            self.O[s] = do
-        return [self.grad_source(s, i, do, dlse, fresh=i == n) for i in range(n, n - count, -1)][::-1]
+            grad_bare[(self.BT,)](out, do, dlse, self.G, self.Q, self.DELTA, s, self.SP, **self.tiles.grad_bare)
+        return [self.grad_source(s, i, out, do, dlse, fresh=i == n) for i in range(n, n - count, -1)][::-1]
 
-    def grad_source(self, s, n, do, dlse, fresh):
+    def grad_source(self, s, n, out, do, dlse, fresh):
         c, dx = n % self.C, torch.empty_like(do)
-        low = self.birth[n - c]
+        low, NB = self.birth[n - c], self.tiles.grad_group['NB']
         if n == self.top or self.grouped and c == self.C - 1:
-            self.far = s + 1                                                # sites from here on are summed in PART
+            self.far = s + 1 if self.grouped else self.end                  # sites from here on are summed in PART
+            if (self.end - self.far) % NB <= 2:                             # one or two sites are not worth a tile
+                self.far += (self.end - self.far) % NB
             if self.far < self.end:
                 grad_group[(self.H * self.BT,)](
-                    self.V, self.RSTD, self.Q, self.O, self.LSE, self.DELTA, self.PART, self.CSUM, self.DZ,
+                    self.V, self.G, self.RSTD, self.Q, self.LSE, self.DELTA, self.PART, self.CSUM, self.DZ,
                     self.far, self.end, n - c, self.BT, n + 1, self.NP, self.SP, **self.tiles.grad_group)
         grad_site[(self.BT,)](
-            do, dlse, self.V, self.RSTD, self.Q, self.O, self.LSE, self.DELTA, self.PART, self.CSUM, self.DZ, dx,
-            s, low, self.far, n, c, self.BT, self.NP, self.SP, **self.tiles.grad_site,
+            self.sources[n], out, do, dlse, self.G, self.RSTD, self.Q, self.LSE, self.DELTA, self.PART, self.CSUM,
+            self.DZ, dx, s, low, self.far, n, c, self.BT, self.NP, self.SP, **self.tiles.grad_site,
             SITES=triton.next_power_of_2(self.far - low), CARRY=self.far < self.end, FRESH=fresh)
         if c == 0:
             sites, columns = self.end - low, self.tiles.grad_query['KW'] * self.tiles.grad_query['PARTS']
             SB = min(128, max(16, triton.next_power_of_2(sites)))
             grad_query[self.H * triton.cdiv(self.D // self.H, columns), triton.cdiv(sites, SB), self.SHARES](
-                self.V, self.DZ, self.DQ, low, self.end, n, min(self.C, self.top + 1 - n), self.BT, self.S, self.SP,
-                **self.tiles.grad_query, SB=SB, num_warps=4 if SB < 128 else 8)
+                self.V, self.Q, self.DZ, self.DQ, low, self.end, n, min(self.C, self.top + 1 - n), self.BT, self.S,
+                self.SP, **self.tiles.grad_query, SB=SB, num_warps=4 if SB < 128 else 8)
         return dx
+
+    def query_gradient(self):
+        """(S, D), when every source has had its turn; what the backward pass worked in is free then."""
+        dq, self.task = self.DQ.sum(0), None
+        del self.dos, self.DELTA, self.CSUM, self.PART, self.DZ, self.DQ
+        return dq
 
 
 class _Open(torch.autograd.Function):
@@ -504,7 +552,7 @@ class _Open(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, _):
-        return ctx.run.DQ.sum(0).to(ctx.dtype), None
+        return ctx.run.query_gradient().to(ctx.dtype), None
 
 
 class _Read(torch.autograd.Function):
@@ -516,24 +564,22 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, token, run, *new):
-        ctx.run, ctx.s = run, run.s
-        with torch.cuda.device_of(run.like):
-            out = run.read([x.reshape(-1, run.D).contiguous() for x in new])
-        ctx.n, ctx.count, ctx.shape = run.n - 1, len(new), run.shape
-        ctx.alias = out                                                     # memory and version of what is returned
+        ctx.run, ctx.s, ctx.count = run, run.s, len(new)
         ctx.set_materialize_grads(False)
-        lse = run.LSE[:, :, ctx.s].view(*run.shape[:-1], run.H)
-        return out.view(run.shape), lse, token.new_empty(0)
+        with torch.cuda.device_of(run.like):
+            out = run.read([run.rows(x.data) for x in new]).view(run.shape) # .data: run must not own the graph it is in
+        ctx.n = len(run.sources) - 1
+        ctx.save_for_backward(out, *new)                                    # so that PyTorch sees if one is modified
+        return out, run.LSE[:, :, ctx.s].view(*run.shape[:-1], run.H), token.new_empty(0)
 
     @staticmethod
     def backward(ctx, do, dlse, _):
-        run = ctx.run
-        do = run.like.new_zeros(run.BT, run.D) if do is None else do.reshape(-1, run.D).to(run.like.dtype).contiguous()
+        run, out = ctx.run, ctx.saved_tensors[0]
+        do = run.like.new_zeros(run.BT, run.D) if do is None else run.rows(do)
         dlse = None if dlse is None else dlse.reshape(-1, run.H).contiguous()
         with torch.cuda.device_of(run.like):
-            dx = run.backward(ctx.s, ctx.n, ctx.count, do, dlse)
-        torch.autograd.graph.increment_version(ctx.alias)                   # its memory now holds do
-        return None, None, *(d.view(ctx.shape) for d in dx)
+            dx = run.backward(ctx.s, ctx.n, ctx.count, out.view(-1, run.D), do, dlse)
+        return None, None, *(d.view(run.shape) for d in dx)
 
 
 @functools.cache
@@ -564,10 +610,8 @@ class DepthHistory:
     ValueError if H does not divide D, or for a source unlike the first, a site out of order, or one
     source too many.
 
-    The kernels keep copies of the sources, as they are when the next site reads. The memory of a read is
-    reused once its backward has run: clone a read that is looked at after backward. A second backward
-    through the same history is an error (if PyTorch finds it first, it speaks of a view modified inplace),
-    and so is a history read partly under no_grad.
+    Nothing is copied: a source or a read that is modified in place before backward is an error there, as
+    anywhere in PyTorch. So is a history read partly under no_grad.
     """
 
     def __init__(self, query, n_head, eps=1e-6, backend='auto', n_source=None):
@@ -616,9 +660,6 @@ class DepthHistory:
         if self.grad != torch.is_grad_enabled():
             raise RuntimeError('one depth history is read either with gradients or under no_grad, not both')
         out, lse, self.token = _Read.apply(self.token, self.run, *self.new)
-        # The kernels keep their own copy; without gradients nothing else needs the originals.
-        self.sources[-len(self.new) or len(self.sources):] = [
-            self.run.V[i].view(x.shape) for i in range(self.run.n - len(self.new), self.run.n)]
         self.new = []
         return out, lse
 

@@ -16,6 +16,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import weakref
 import xml.etree.ElementTree as ET
 from dataclasses import asdict
 from pathlib import Path
@@ -235,7 +236,7 @@ def test_sites_without_a_new_source_and_with_several(kernels, plan):
     check_kernels(plan, *((5, 31) if CUDA else (2,)), 32, H=2)
 
 
-@pytest.mark.parametrize('plan, D, H', [('ararraar', 72, 3), ('ararar', 208, 1)])      # one warp a head, two warps
+@pytest.mark.parametrize('plan, D, H', [('ararraar', 72, 3), ('ararar', 208, 1), ('ar' * 19, 16, 2)])   # 208: two warps
 def test_two_phases(kernels, monkeypatch, plan, D, H):
     """Groups of two sites make several groups of a short plan."""
     monkeypatch.setattr(routing_kernel._Run, 'C', 2)
@@ -291,23 +292,66 @@ def test_histories_do_not_share_memory(kernels):
     assert all(map(torch.equal, gradients(second, *cases[1]), alone[1]))
 
 
-def test_a_second_backward_is_a_clear_error(kernels):
+def test_backward_twice(kernels):
+    """As anywhere in PyTorch: with retain_graph it gives the same again, without it is an error."""
+    query, sources, douts = history_case('arararar', 2, 16)
+    out, expected = (reads('arararar', query, sources, 1, backend) for backend in ('triton', 'pytorch'))
+
+    def some(out, these):                       # a part of the reads, also an earlier one after a later one
+        return torch.autograd.grad([out[s] for s in these], [query, *sources], [douts[s] for s in these],
+                                   retain_graph=True, materialize_grads=True)
+
+    for these in [0, 1, 2, 3], [1], [0, 3], [2]:
+        assert_close(some(out, these), some(expected, these))
+    first, again = gradients(out, query, sources, douts), lambda: gradients(out, query, sources, douts)
+    assert_close(first, some(expected, [0, 1, 2, 3]))
+    pytest.raises(RuntimeError, again).match('second time')
+
+
+def test_a_backward_that_was_interrupted_leaves_nothing_behind(kernels):
+    query, sources, douts = history_case('arararar', 2, 16)
+    expected = gradients(reads('arararar', query, sources, 1), query, sources, douts)
+    out = reads('arararar', query, sources, 1)
+
+    def fail(grad):
+        raise ZeroDivisionError
+
+    handle = out[1].register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        torch.autograd.grad(out, [query, *sources], douts, retain_graph=True)
+    handle.remove()
+    assert all(map(torch.equal, gradients(out, query, sources, douts), expected))
+
+
+@pytest.mark.parametrize('which', ['source', 'read'])
+def test_what_backward_needs_may_not_be_modified(kernels, which):
     query, sources, _ = history_case('arar', 2, 16)
-    out = reads('arar', query, sources, 1)
-    loss, squares = out[1].sum(), (out[0] ** 2).sum()
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match='backward ran twice'):
+    history = DepthHistory(query, 1, backend='triton')
+    source = sources[0] * 2
+    history.append(source)
+    out = history.read(0)
+    loss = out.sum()
+    with torch.no_grad(), pytest.raises(RuntimeError, match='modified by an inplace|modified inplace'):
+        (source if which == 'source' else out).mul_(2)
+        with torch.enable_grad():
+            loss.backward()
+
+
+def test_nothing_outlives_a_history(kernels):
+    """No reference cycle runs through the graph, where Python's collector could not see it."""
+    query, sources, douts = history_case('arar', 2, 16)
+    gc.disable()
+    try:
+        history = DepthHistory(query, 1, backend='triton')
+        history.append(torch.tanh(sources[0]))
+        out = history.read(0)
+        history.append(torch.tanh(out))
+        loss, alive = history.read(1).sum(), weakref.ref(history.run)
         loss.backward()
-    with pytest.raises(RuntimeError, match='modified inplace'):          # backward reused the read's memory
-        squares.backward()
-
-
-def test_a_second_backward_from_an_earlier_read_is_an_error_too(kernels):
-    query, sources, _ = history_case('ararar', 2, 16)
-    out = reads('ararar', query, sources, 1)
-    torch.autograd.grad(out[2].sum(), [sources[2]], retain_graph=True)    # leaves the earlier sites alone
-    with pytest.raises(RuntimeError, match='backward ran twice'):
-        torch.autograd.grad(out[1].sum(), [query])
+        del history, out, loss
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_a_history_is_read_with_gradients_or_without(kernels):
