@@ -72,7 +72,7 @@ def route(query, sources, n_head, eps=1e-6):
 
 
 # ---- forward kernels. Sources and reads are the caller's own tensors, BT D with BT = B * T positions, nowhere copied
-# or stacked. The table V (N) says where the sources lie, in elements from Q. Buffers are row-major:
+# or stacked. The table V (N) says where the sources lie, see `place`. Buffers are row-major:
 #   Q    (S, D)       effective queries    LSE  (BT, H, S)   log-sum-exp of each site's logits
 #   RSTD (BT, N)      1 / RMS of each source's row           (N and S padded to multiples of 16 in RSTD and LSE)
 #
@@ -107,14 +107,14 @@ def store_parts(rows, col, mask, parts, scale,
 
 @jit
 def place(X, Q):
-    """Where the tensor X lies, in elements from Q."""
-    return (X.to(tl.int64) - Q.to(tl.int64)) // (X.dtype.element_ty.primitive_bitwidth // 8)
+    """Where the tensor X lies, in units of 16 elements from Q."""
+    return (X.to(tl.int64) - Q.to(tl.int64)) // (2 * X.dtype.element_ty.primitive_bitwidth)
 
 
 @jit
 def lookup(TABLE, i, mask=None):
-    """The places of tensors i; the compiler may know that they are aligned."""
-    return tl.multiple_of(tl.load(TABLE + i, mask=mask, other=None if mask is None else 0), 16)
+    """The places of tensors i in elements from Q, multiples of 16 and known as such to the compiler."""
+    return tl.load(TABLE + i, mask=mask, other=None if mask is None else 0) * 16
 
 
 @jit
@@ -319,14 +319,16 @@ def grad_site(X, OUT, DO, DLSE, G, RSTD, Q, LSE, DELTA, PART, CSUM, DZ, DX, s, l
     w = tl.exp(z - lse)
     dz = w * (inner(v, do, PARTS) - delta)
     zsum = dz * z                                                           # HB: sum_s dz z
-    sites = low + tl.arange(0, SITES)[None, :]
+    near = low + tl.arange(0, SITES)
+    sites = near[None, :]
+    places = tl.load(G + near, mask=(near > s) & (near < end), other=0)     # looked up at once, or each row would wait
     dzs = tl.where(sites == s, (dz * r)[:, None], 0.0)                      # HB SITES
     acc = weighted(q, (dz * r)[:, None], do, w[:, None], PARTS)
     if CARRY:
         acc = weighted(acc, 1.0, part, 1.0, PARTS)
         zsum += csum
     for i in tl.range(s + 1, end, num_stages=STAGES):
-        g = load_parts(Q + lookup(G, i) + t * D + head, k, mk, K, KW, PARTS, EVEN, False)
+        g = load_parts(Q + tl.sum(tl.where(near == i, places, 0)) * 16 + t * D + head, k, mk, K, KW, PARTS, EVEN, False)
         u = load_parts(Q + i * D + head, k, mk, K, KW, PARTS, EVEN, True)
         zi = inner(v, u, PARTS) * r
         wi = tl.exp(zi - tl.load(LSE + at + i, mask=mh, other=0.0))
@@ -382,7 +384,7 @@ def grad_group(V, G, RSTD, Q, LSE, DELTA, PART, CSUM, DZ, s, end, n, BT, N, NP, 
 @jit(do_not_specialize=['s', 'end', 'n', 'count'])
 def grad_query(V, Q, DZ, DQ, s, end, n, count, BT, S, SP,
                H: tl.constexpr, K: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr,
-               SB: tl.constexpr, TB: tl.constexpr):
+               C: tl.constexpr, SB: tl.constexpr, TB: tl.constexpr):
     """dq of sites s.. from sources n..n+count-1, a share of the positions: DQ (shares, S, D) += dz r v."""
     D: tl.constexpr = H * K
     BLOCKS: tl.constexpr = (K + KW * PARTS - 1) // (KW * PARTS)             # of columns, for a wide head
@@ -392,12 +394,14 @@ def grad_query(V, Q, DZ, DQ, s, end, n, count, BT, S, SP,
     i = s + tl.program_id(1) * SB + tl.arange(0, SB)
     share, shares = tl.program_id(2).to(tl.int64), tl.num_programs(2)
     blocks = tl.cdiv(BT, shares * TB).to(tl.int32)
+    cs = tl.arange(0, C)
+    places = tl.load(V + n + cs, mask=cs < count, other=0)
     acc = zeros([SB, KW], PARTS)
     for b in range(count * blocks):
         c = b // blocks
         t = (b % blocks * shares + share) * TB + tl.arange(0, TB)
         mt = (t < BT)[:, None]
-        v = load_parts(Q + lookup(V, n + c) + t[:, None] * D + h * K, k, mt, K, KW, PARTS, EVEN, False)
+        v = load_parts(Q + tl.sum(tl.where(cs == c, places, 0)) * 16 + t[:, None] * D + h * K, k, mt, K, KW, PARTS, EVEN, False)
         dz = tl.load(DZ + ((c * BT + t) * H + h)[:, None] * SP + i[None, :], mask=mt & (i < end)[None, :], other=0.0)
         more = ()
         for j in tl.static_range(PARTS):
@@ -455,7 +459,7 @@ class _Run:
         self.tiles = SimpleNamespace(
             read_site=dict(site, num_warps=warps), grad_bare=dict(H=n_head, K=K, HB=HB, **row, num_warps=warps), read_group=dict(read_group, P=4), grad_group=grad_group,
             grad_site=dict(site, C=self.C, num_warps=min(8, 2 * warps) if n_head > 1 else warps),
-            grad_query=dict(H=n_head, K=K, **pieces(min(K, 256), 64), TB=64, num_stages=3))
+            grad_query=dict(H=n_head, K=K, C=self.C, **pieces(min(K, 256), 64), TB=64, num_stages=3))
 
     def fp32(self, *shape):
         return self.like.new_empty(shape, dtype=torch.float32)
@@ -468,7 +472,7 @@ class _Run:
     def keep(self, x):
         """Note a source that no site reads on its own (a site notes the newest one on the way)."""
         n = len(self.sources)
-        self.V[n] = (x.data_ptr() - self.Q.data_ptr()) // x.element_size()
+        self.V[n] = (x.data_ptr() - self.Q.data_ptr()) // (16 * x.element_size())      # as `place` says
         self.RSTD[:, n] = torch.rsqrt(x.float().pow(2).mean(-1) + self.eps)
         self.sources.append(x)
         self.birth.append(self.s)
