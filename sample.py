@@ -7,7 +7,8 @@ Look at a trained model or at finished runs: text, depth maps, reports.
     python sample.py --out_dir=out/x --probe                            would parts of one query rather read apart?
     python sample.py --report out/a out/b out/c                         losses compared, in a table and a picture
 
---routing without a value looks at the text of --start. Pictures are SVG files.
+--routing without a value looks at the text of --start. Pictures are SVG files. For --report, out/a is a run, or holds
+one run per seed: out/a/1, out/a/2.
 """
 import argparse
 import copy
@@ -382,44 +383,66 @@ def read_log(out_dir):
     return train, evals
 
 
-def compare(logs):
-    """
-    One dict per run from a list of read_log results, the first of which is the baseline. tail: mean of the
-    last n evaluations, a quarter of the baseline's but at most 11. difference, spread: mean and standard
-    deviation of the loss difference over those that both runs have; all runs are evaluated on the same
-    batches, so that common noise cancels. reached: seconds to the first evaluation at or below the
-    baseline's final loss, None if there is none.
-    """
-    baseline = {r['step']: r['val_loss'] for r in logs[0][1]}
-    n, target = min(11, max(1, len(baseline) // 4)), logs[0][1][-1]['val_loss']
-    rows = []
-    for train, evals in logs:
-        loss = {r['step']: r['val_loss'] for r in evals}
-        paired = [loss[step] - baseline[step] for step in list(baseline)[-n:] if step in loss] or [math.nan]
-        rows.append(dict(
-            final=evals[-1]['val_loss'], tail=statistics.mean(list(loss.values())[-n:]), n=n,
-            difference=statistics.mean(paired), spread=statistics.stdev(paired) if len(paired) > 1 else math.nan,
-            tokens_per_s=statistics.median([r['tokens_per_s'] for r in train] or [math.nan]),
-            reached=next((r['elapsed'] for r in evals if r['val_loss'] <= target), None),
-            memory=max((r['memory_gib'] or math.nan for r in train), default=math.nan)))  # null on a CPU
-    return rows
+def read_runs(folder):
+    """{name: read_log of the run}: folder is itself a run, then of name '', or has one run per seed in it."""
+    if os.path.exists(os.path.join(folder, 'log.jsonl')) or not os.path.isdir(folder):
+        return {'': read_log(folder)}
+    names = sorted(name for name in os.listdir(folder) if os.path.exists(os.path.join(folder, name, 'log.jsonl')))
+    return {name: read_log(os.path.join(folder, name)) for name in names} or {'': read_log(folder)}
 
 
-def report(out_dirs, path):
-    """Print the table of compare() and draw the loss curves."""
-    names, logs = [os.path.normpath(out_dir) for out_dir in out_dirs], [read_log(out_dir) for out_dir in out_dirs]
-    rows, wide = compare(logs), max(8, *map(len, names))
-    print(f'{"val loss":{wide}}   final    tail   paired difference  tokens/s  time to first\'s final  peak GiB')
-    for name, r in zip(names, rows):
+def compare(log, base):
+    """
+    A run beside its baseline, both as read by read_log. tail: mean of the last n evaluations, a quarter of the
+    baseline's but at most 11. difference, spread: mean and standard deviation of the loss difference over those that
+    both runs have; all runs are evaluated on the same batches, so that common noise cancels. reached: seconds to
+    the first evaluation at or below the baseline's final loss, None if there is none.
+    """
+    (train, evals), baseline = log, {r['step']: r['val_loss'] for r in base[1]}
+    n, loss = min(11, max(1, len(baseline) // 4)), {r['step']: r['val_loss'] for r in evals}
+    paired = [loss[step] - baseline[step] for step in list(baseline)[-n:] if step in loss] or [math.nan]
+    return dict(
+        final=evals[-1]['val_loss'], tail=statistics.mean(list(loss.values())[-n:]), n=n,
+        difference=statistics.mean(paired), spread=statistics.stdev(paired) if len(paired) > 1 else math.nan,
+        tokens_per_s=statistics.median([r['tokens_per_s'] for r in train] or [math.nan]),
+        reached=next((r['elapsed'] for r in evals if r['val_loss'] <= base[1][-1]['val_loss']), None),
+        memory=max((r['memory_gib'] or math.nan for r in train), default=math.nan))       # null on a CPU
+
+
+def compare_seeds(runs, base):
+    """compare() for {seed: run}, each with the baseline's run of the same name: means, and the spread over seeds."""
+    pairs = [compare(log, base[name]) for name, log in runs.items() if name in base]
+    if not pairs:
+        raise ValueError(f'no run is named like one of the first: {", ".join(runs)} and {", ".join(base)}')
+    if len(pairs) == 1:
+        return pairs[0]
+    mean = {key: statistics.mean(r[key] for r in pairs) for key in pairs[0] if key != 'reached'}
+    reached, spread = [r['reached'] for r in pairs], statistics.stdev(r['difference'] for r in pairs)
+    return mean | dict(spread=spread, reached=None if None in reached else statistics.mean(reached))
+
+
+def report(folders, path):
+    """Print the table of compare_seeds() and draw the loss curves, of several seeds their mean."""
+    above = os.path.commonpath([os.path.dirname(os.path.abspath(folder)) for folder in folders])
+    groups = {os.path.relpath(folder, above): read_runs(folder) for folder in folders}
+    first, wide = next(iter(groups.values())), max(8, *map(len, groups))
+    rows = [compare_seeds(runs, first) for runs in groups.values()]
+    print(f'{"val loss":{wide}}  runs   final    tail   paired difference  tokens/s  time to first\'s final  peak GiB')
+    for (name, runs), r in zip(groups.items(), rows):
         reached = 'never' if r['reached'] is None else f'{r["reached"] / 60:,.1f} min'
-        print(f'{name:{wide}}  {r["final"]:6.4f}  {r["tail"]:6.4f}  {r["difference"]:+.4f} +- {r["spread"]:6.4f}'
-              f' {r["tokens_per_s"]:9,.0f}  {reached:>21}  {r["memory"]:8.2f}')
-    print(f'tail: the last {rows[0]["n"]} evaluations; difference: to the first run over those, +- standard deviation')
-    hours = max(evals[-1]['elapsed'] for _, evals in logs) > 7200
+        print(f'{name:{wide}} {len(runs):5}  {r["final"]:6.4f}  {r["tail"]:6.4f}  {r["difference"]:+.4f} +- '
+              f'{r["spread"]:6.4f} {r["tokens_per_s"]:9,.0f}  {reached:>21}  {r["memory"]:8.2f}')
+    print(f'tail: the last {rows[0]["n"]:.0f} evaluations; difference: to the first over those, '
+          '+- standard deviation over evaluations, over seeds if there are several')
+
+    def curve(runs, key, unit):
+        evals = zip(*(evals for _, evals in runs.values()))
+        return [tuple(statistics.mean(r[k] for r in at) / u for k, u in ((key, unit), ('val_loss', 1))) for at in evals]
+
+    hours = max(evals[-1]['elapsed'] for runs in groups.values() for _, evals in runs.values()) > 7200
     axes = ('tokens', 1e6, 'million tokens'), ('elapsed', 3600 if hours else 60, 'hours' if hours else 'minutes')
     draw_curves(path, 'Loss by tokens and by wall-clock', 'validation loss, nats per token', {
-        axis: {name: [(r[key] / unit, r['val_loss']) for r in evals] for name, (_, evals) in zip(names, logs)}
-        for key, unit, axis in axes})
+        axis: {name: curve(runs, key, unit) for name, runs in groups.items()} for key, unit, axis in axes})
 
 
 # ---- the command line

@@ -1135,7 +1135,8 @@ def test_report_matches_figures_computed_by_hand(tmp_path, capsys):
         records += [dict(step=i, loss=3.0, tokens_per_s=speed + i, elapsed=i, memory_gib=2.0 + i) for i in range(3)]
         (tmp_path / name).mkdir()
         (tmp_path / name / 'log.jsonl').write_text('\n'.join(map(json.dumps, records)) + '\n{"step": 9, "val_l')
-    a, b = sample.compare([sample.read_log(tmp_path / name) for name in 'ab'])
+    first, second = (sample.read_log(tmp_path / name) for name in 'ab')
+    a, b = sample.compare(first, first), sample.compare(second, first)
     assert a == dict(final=2.0, tail=pytest.approx(2.1), n=2, difference=0.0, spread=0.0, tokens_per_s=101,
                      reached=700.0, memory=4.0)
     assert b['final'] == 1.6 and b['tail'] == pytest.approx(1.65) and b['tokens_per_s'] == 51
@@ -1145,6 +1146,16 @@ def test_report_matches_figures_computed_by_hand(tmp_path, capsys):
     assert '-0.4500 +- 0.0707' in capsys.readouterr().out
     curves = [e for e in ET.parse(tmp_path / 'x.svg').iter() if e.tag.endswith('polyline')]
     assert len(curves) == 4 and all(len(c.get('points').split()) == 8 for c in curves)
+
+
+def test_report_pairs_seeds_by_name(tmp_path, capsys):
+    for name, loss in {'base/1': 3.0, 'base/2': 4.0, 'other/1': 2.9, 'other/2': 3.7, 'other/9': 1.0}.items():
+        (tmp_path / name).mkdir(parents=True)
+        record = dict(step=1, val_loss=loss, elapsed=1.0, tokens=10)
+        (tmp_path / name / 'log.jsonl').write_text(json.dumps(record) + '\n')
+    sample.main(['--report', f'{tmp_path}/base', f'{tmp_path}/other', f'--svg={tmp_path}/x.svg'])
+    row = capsys.readouterr().out.split('other')[1]
+    assert '-0.2000 +- 0.1414' in row and '3.3000' in row           # the mean of -0.1 and -0.3; 9 has no partner
 
 
 def test_grid_shows_a_weight_of_one_and_svg_escapes(tmp_path):
