@@ -8,10 +8,10 @@ no arithmetic: site s reads s + 1 rows of width D for every position):
   two phases     The queries do not depend on the input. So at every eighth site one pass over
                  the finished sources starts the softmax of the next C = 8 sites (`read_group`);
                  each site then only adds the few sources born since (`read_site`).
-  gather         Backward keeps the gradient rows of all sites. When source n's turn comes, every
-                 later site's row is known, so its gradient is one sum over them: no atomics,
-                 bitwise repeatable. It has the same two shapes: `grad_group` sums over all later
-                 sites for C sources at once, `grad_site` adds the few of the source's own group.
+  gather         Backward keeps the gradients of all reads. When source n's turn comes, those of all
+                 later sites are known, so its gradient is one sum over them: no atomics,
+                 bitwise repeatable. It has the same two shapes: `grad_group` sums over the far
+                 sites for C sources at once, `grad_site` adds the few near ones.
 
 Symbols: B batch, T sequence, D width, H routing heads of width K = D / H, S sites, N sources.
 """
@@ -210,7 +210,7 @@ def read_site(X, V, RSTD, Q, OUT, LSE, s, base, n, NP, SP, eps,
 def read_group(V, RSTD, Q, OUT, LSE, s, n, BT, S, NP, SP,
                H: tl.constexpr, K: tl.constexpr, W: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr,
                C: tl.constexpr, NB: tl.constexpr, P: tl.constexpr):
-    """P positions of one head, sites s..s+C-1 over sources 0..n-1: each source row is read once for C sites. OUT: C BT D."""
+    """P positions of one head, sites s..s+C-1, the rows of OUT, over sources 0..n-1: each row is read once for all."""
     D: tl.constexpr = H * K
     EVEN: tl.constexpr = K == W * KW * PARTS
     h = tl.program_id(0) % H                                                # the heads of a position run side by side
@@ -401,7 +401,8 @@ def grad_query(V, Q, DZ, DQ, s, end, n, count, BT, S, SP,
         c = b // blocks
         t = (b % blocks * shares + share) * TB + tl.arange(0, TB)
         mt = (t < BT)[:, None]
-        v = load_parts(Q + tl.sum(tl.where(cs == c, places, 0)) * 16 + t[:, None] * D + h * K, k, mt, K, KW, PARTS, EVEN, False)
+        v = load_parts(Q + tl.sum(tl.where(cs == c, places, 0)) * 16 + t[:, None] * D + h * K, k, mt,
+                       K, KW, PARTS, EVEN, False)
         dz = tl.load(DZ + ((c * BT + t) * H + h)[:, None] * SP + i[None, :], mask=mt & (i < end)[None, :], other=0.0)
         more = ()
         for j in tl.static_range(PARTS):
@@ -416,7 +417,7 @@ def grad_query(V, Q, DZ, DQ, s, end, n, count, BT, S, SP,
 
 def pieces(K, widest):
     """K columns as PARTS pieces of KW, a power of two from 16 to widest: the least padding, then the fewest pieces."""
-    fits = [kw for kw in (256, 128, 64, 32, 16) if kw <= widest and -(-K // kw) <= 8] or [widest]
+    fits = [kw for kw in (1024, 512, 256, 128, 64, 32, 16) if kw <= widest and -(-K // kw) <= 8] or [widest]
     KW = min(fits, key=lambda kw: -(-K // kw) * kw)
     return dict(KW=KW, PARTS=-(-K // KW))
 
@@ -430,6 +431,7 @@ def shared_memory(device):
 class _Run:
     """Buffers and launches of one forward pass and its backward. Never shared: two forwards may precede a backward."""
     C = 8                           # sites, or sources, that share one pass over the others
+    NB = 16                         # of which it takes so many at a time
     SHARES = 64                     # of the positions, each with a partial dq
     FEW = 64                        # positions that do not fill a GPU: one launch a site is then faster than two
 
@@ -445,21 +447,25 @@ class _Run:
         self.s = self.base = self.until = 0             # sites read; sources carried, for the sites below until
         self.task = None                                                    # the backward pass that is under way
 
-        # Widths measured on an H200. One warp holds a head's slice of up to 192 columns in the group kernels;
-        # a wider head takes several, and one too wide for the shared memory does without the group passes.
-        HB, row = triton.next_power_of_2(n_head), pieces(K, 256)
-        warps = min(8, triton.next_power_of_2(max(1, HB * row['KW'] * row['PARTS'] // 1280)))
-        site = dict(H=n_head, K=K, HB=HB, **row, STAGES=3 if n_head > 1 else 1)
+        # Widths measured on an H200. The site kernels hold whole rows, at least 8 columns a thread. One warp holds a
+        # head's slice of up to 192 columns in the group kernels; a wider head takes several, and one too wide for
+        # the shared memory (its tiles take 84 bytes a column in 16 bits) does without the group passes.
+        HB = triton.next_power_of_2(n_head)
+        warps = min(4, triton.next_power_of_2(max(1, HB * K // 1280)))
+        row = dict(H=n_head, K=K, HB=HB, **pieces(K, max(256, 256 * warps // HB)))
         read_group, grad_group = (
-            dict(H=n_head, K=K, W=W, **pieces(triton.cdiv(K, W), 32 if W == 1 else 64), C=self.C, NB=16,
+            dict(H=n_head, K=K, W=W, **pieces(triton.cdiv(K, W), piece if W == 1 else 64), C=self.C, NB=self.NB,
                  num_warps=W, num_stages=2)
-            for W in (triton.next_power_of_2(triton.cdiv(K, widest)) for widest in (320, 192)))
-        # A group kernel's tiles take 84 bytes a column of a 16-bit head, twice that in fp32.
+            for W, piece in ((triton.next_power_of_2(triton.cdiv(K, 320)), 32),
+                             (triton.next_power_of_2(triton.cdiv(K, 192)), 64)))
         self.grouped = 84 * K * x.element_size() // 2 <= shared_memory(x.device)
         self.tiles = SimpleNamespace(
-            read_site=dict(site, num_warps=warps), grad_bare=dict(H=n_head, K=K, HB=HB, **row, num_warps=warps), read_group=dict(read_group, P=4), grad_group=grad_group,
-            grad_site=dict(site, C=self.C, num_warps=min(8, 2 * warps) if n_head > 1 else warps),
-            grad_query=dict(H=n_head, K=K, C=self.C, **pieces(min(K, 256), 64), TB=64, num_stages=3))
+            read_site=dict(row, STAGES=3 if n_head > 1 else 1, num_warps=warps),
+            read_group=dict(read_group, P=4),
+            grad_bare=dict(row, num_warps=warps),
+            grad_site=dict(row, C=self.C, STAGES=3 if n_head > 1 else 1, num_warps=2 * warps if n_head > 1 else warps),
+            grad_group=grad_group,
+            grad_query=dict(H=n_head, K=K, C=self.C, **pieces(min(K, 256), 64), TB=64 if K > 64 else 128, num_stages=3))
 
     def fp32(self, *shape):
         return self.like.new_empty(shape, dtype=torch.float32)
@@ -477,21 +483,32 @@ class _Run:
         self.sources.append(x)
         self.birth.append(self.s)
 
+    @classmethod
+    def group_starts(cls, s, S):
+        """Groups of sites are counted from the last, so that none is nearly empty; the first may be short or long."""
+        return s >= cls.C // 2 and (S - s) % cls.C == 0
+
+    @classmethod
+    def first_far(cls, s, end):
+        """The first site that grad_group serves for sources up to s: one or two sites are not worth a tile."""
+        few = (end - s - 1) % cls.NB
+        return s + 1 + (few if few <= 2 else 0)
+
     def read(self, new):
         """The next site's mix of all sources, BT D; new are those born since the last read, each BT D."""
         for x in new[:-1]:
             self.keep(x)
         s, n = self.s, len(self.sources) - (not new)                        # n: the newest source
         old, carried = n + (not new), s < self.until                        # sources beside a new one
-        # Groups of sites are counted from the last, so that none is nearly empty; the first may be short or long.
-        begins = s >= self.C // 2 and (self.S - s) % self.C == 0 or not new
+        begins = self.group_starts(s, self.S) or not new                    # or: more such sites are likely to follow
         if begins and old > self.base * carried and self.grouped and self.BT >= self.FEW:
             self.O = self.like.new_empty(min(self.C, self.S - s), self.BT, self.D)
             self.base, self.first, self.until, carried = old, s, s + len(self.O), True
             read_group[(self.H * triton.cdiv(self.BT, self.tiles.read_group['P']),)](
                 self.V, self.RSTD, self.Q, self.O, self.LSE, s, old, self.BT, self.S, self.NP, self.SP,
                 **self.tiles.read_group)
-        out = self.O[s - self.first].data if carried else self.like.new_empty(self.BT, self.D)  # .data: a version of its own
+        # .data, so that modifying one read does not count as modifying the others
+        out = self.O[s - self.first].data if carried else self.like.new_empty(self.BT, self.D)
         base = self.base if carried else 0
         if new or base < old:
             read_site[(self.BT,)](
@@ -518,11 +535,9 @@ class _Run:
 
     def grad_source(self, s, n, out, do, dlse, fresh):
         c, dx = n % self.C, torch.empty_like(do)
-        low, NB = self.birth[n - c], self.tiles.grad_group['NB']
+        low = self.birth[n - c]
         if n == self.top or self.grouped and c == self.C - 1:
-            self.far = s + 1 if self.grouped else self.end                  # sites from here on are summed in PART
-            if (self.end - self.far) % NB <= 2:                             # one or two sites are not worth a tile
-                self.far += (self.end - self.far) % NB
+            self.far = self.first_far(s, self.end) if self.grouped else self.end        # from here on summed in PART
             if self.far < self.end:
                 grad_group[(self.H * self.BT,)](
                     self.V, self.G, self.RSTD, self.Q, self.LSE, self.DELTA, self.PART, self.CSUM, self.DZ,
@@ -678,14 +693,17 @@ def read_all(history, x, S, sublayer=lambda x: x):
     return x
 
 
-def rows_moved(S, C=_Run.C):
+def rows_moved(S, run=_Run):
     """(forward, backward) rows of B * T * D that the kernels read and write, for S sources and S sites."""
-    passes = range(C, S, C)                                                 # sites at which a group pass runs
-    forward = sum(s + 2 * min(C, S - s) for s in passes)                    # sources read; mixes written and read
-    forward += sum(s % C for s in range(S)) + 3 * S                         # recent sources; newest, its copy, the read
-    backward = sum(S - s + 3 * C for s in passes)                           # do read; sources read, sums written and read
-    backward += sum(min(n - n % C + C, S) - n - 1 for n in range(S))        # do of the group's own later sites
-    return forward, backward + 6 * S                                        # do, out, do kept, v, dv; v for dq
+    starts = [s for s in range(S) if run.group_starts(s, S)]
+    forward = sum(s + 2 * run.C for s in starts)                            # sources read; mixes written and read
+    forward += sum(s - max([0, *(at for at in starts if at <= s)]) + 2 for s in range(S))   # recent, newest; read
+    backward = 5 * S                                                        # v, do, out, dv; v for dq
+    for group in (range(n, min(n + run.C, S)) for n in range(0, S, run.C)):
+        far = run.first_far(group[-1], S)
+        backward += sum(far - n - 1 for n in group)                         # do of near sites
+        backward += (S - far + 3 * len(group)) * (far < S)                  # do of far ones; v, sums written and read
+    return forward, backward
 
 
 def main():
