@@ -13,6 +13,7 @@ import http.server
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -909,6 +910,78 @@ def test_resume_refuses_another_run(tmp_path):
         run_train(tmp_path, '--resume')
 
 
+@pytest.fixture
+def trained(tmp_path):
+    """The path of a standard model's checkpoint."""
+    run_train(tmp_path, '--residual=standard', '--lr=1e-2', out='standard')
+    return tmp_path / 'standard' / 'ckpt.pt'
+
+
+def convert(root, trained, residual, *flags, out):
+    """A run from that checkpoint, of which nothing but the device is repeated."""
+    train.main([f'--init_from={trained}', f'--residual={residual}', f'--out_dir={root / out}', '--device=cpu',
+                '--no-sample', *flags])
+    return read_run(root / out)
+
+
+def test_conversion_starts_where_the_standard_model_ended(tmp_path, trained, capsys):
+    """The same loss before the first step and in it; then the routed run follows the plain one on the same data."""
+    ended, evaluations = read_run(trained.parent)
+    (delta, a), (plain, b) = (convert(tmp_path, trained, mode, out=mode + '2') for mode in ('delta', 'standard'))
+    assert a[0]['step'] == 0 and a[0] == b[0] and a[0]['val_loss'] == evaluations[-1]['val_loss']
+    assert 'largest difference of the logits 0\n' in capsys.readouterr().out
+    assert a[1]['loss'] == b[1]['loss']
+    for x, y in zip(a[1:], b[1:], strict=True):
+        assert x.get('loss', 0) == pytest.approx(y.get('loss', 0), abs=0.02)
+    assert delta['model']['stream.alpha'].abs().min() > 0 and delta['config']['n_route_head'] == 8
+    assert (delta['train']['lr'], delta['train']['warmup'], delta['train']['n_embd']) == (1e-2, 5, 32)
+    assert delta['optimizer']['state'][0]['step'] == 20              # its own, not the old one's 40
+
+
+def test_a_converted_run_resumes_without_its_origin(tmp_path, trained):
+    whole = convert(tmp_path, trained, 'delta', out='whole')
+    convert(tmp_path, trained, 'delta', '--stop_after=10', out='parts')
+    os.rename(trained, tmp_path / 'moved')
+    with pytest.raises(SystemExit, match='cannot resume: init_from is .*standard.ckpt.pt in the run, not'):
+        convert(tmp_path, tmp_path / 'moved', 'delta', '--resume', out='parts')
+    parts = convert(tmp_path, trained, 'delta', '--resume', out='parts')        # the same flags, whose file is gone
+    assert whole[1] == parts[1] and equal(whole[0]['model'], parts[0]['model'])
+
+
+@pytest.mark.parametrize('flags, message', [
+    ([], r'standard.ckpt.pt would be overwritten'), (['--overwrite'], r'standard.ckpt.pt would be overwritten'),
+    (['--n_layer=3', '--out_dir=new'], 'n_layer is 2 in .*, not 3'),
+    (['--preset=tiny', '--dataset=d', '--out_dir=new'], 'n_layer is 2 in .*, not 4'),
+    (['--dataset=other', '--out_dir=new'], 'vocab_size is 100 in .*, but 80 in .*other'),
+    (['--init_from=nowhere'], 'nothing to start from, there is no nowhere'), (['--init_from=.'], 'not a checkpoint'),
+    (['--n_depth_group=0', '--out_dir=new'], 'n_depth_group=0')])
+def test_a_wrong_origin_is_one_sentence(tmp_path, trained, flags, message, capsys, monkeypatch):
+    before = trained.read_bytes()
+    monkeypatch.chdir(tmp_path)
+    write_data(tmp_path / 'other', vocab_size=80)
+    os.rename('other/d', 'other/other')
+    data_dir = 'other' if '--dataset=other' in flags else '.'
+    with pytest.raises(SystemExit) as e:
+        train.main([f'--data_dir={data_dir}', f'--init_from={trained}', f'--out_dir={trained.parent}', '--device=cpu',
+                    *flags])
+    text = str(e.value.code) + capsys.readouterr().err
+    assert e.value.code not in (0, None) and re.search(message, text) and trained.read_bytes() == before
+
+
+@pytest.mark.parametrize('change, message', [
+    (lambda w: w.pop('norm.weight'), 'has no norm.weight'),
+    (lambda w: w.update({'extra': w['norm.weight']}), 'has extra, for which a delta model'),
+    (lambda w: w.update({'norm.weight': torch.ones(3)}), r'norm.weight has shape \(3,\) in .*, not \(32,\)'),
+    (lambda w: w.update({'stream.query': torch.ones(5, 32)}), r'stream.query has shape \(5, 32\)')])
+def test_weights_that_do_not_fit_are_named(tmp_path, trained, change, message):
+    checkpoint = torch.load(trained, weights_only=True)
+    change(checkpoint['model'])
+    torch.save(checkpoint, trained)
+    with pytest.raises(SystemExit, match=message):
+        convert(tmp_path, trained, 'delta', out='new')
+    assert not (tmp_path / 'new').exists()
+
+
 def test_order_is_a_pure_function_and_covers_the_data():
     """Every epoch reads each sequence once; how a step is split into micro-steps and processes does not matter."""
     T, n = 4, 10
@@ -1048,10 +1121,10 @@ def test_sixteen_bits_over_float32_weights(tmp_path, dtype):
     assert {w.dtype for w in checkpoint['model'].values()} == {torch.float32}
 
 
-def test_benchmark_times_every_mode(capsys, tmp_path):
-    train.main([*SMALL, '--benchmark', f'--out_dir={tmp_path}/none'])
-    rows = [line.split()[0] for line in capsys.readouterr().out.splitlines()[-len(train.STREAMS):]]
-    assert rows == list(train.STREAMS)
+def test_benchmark_times_three_modes_and_the_one_asked_for(capsys, tmp_path):
+    train.main([*SMALL, '--benchmark', '--residual=delta', f'--out_dir={tmp_path}/none'])
+    rows = [line.split()[0] for line in capsys.readouterr().out.splitlines()[-5:]]
+    assert rows == ['residual', 'standard', 'attnres', 'mhar', 'delta']
     assert not (tmp_path / 'none').exists()
 
 
