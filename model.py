@@ -7,8 +7,8 @@ per-head q/k norm, SwiGLU, tied embeddings, no biases, no dropout.
 In a standard transformer each sublayer reads the running sum of all earlier outputs. Here
 it reads from a *stream*, an object with two methods,
 
-    x = stream.read()       what the next sublayer consumes        B T D
-    stream.append(y)        hand over a sublayer's output          B T D
+    x = stream.read(norm)   what the next sublayer consumes, normalised by its own norm     B T D
+    stream.append(y)        hand over a sublayer's output                                   B T D
 
 so GPT.forward is one loop for every residual mode:
 
@@ -17,10 +17,13 @@ so GPT.forward is one loop for every residual mode:
                (Attention Residuals, Kimi Team, arXiv:2603.15031)
     mhar       the same with one softmax per feature subspace, H heads, no extra parameter
                (Multi-Head Attention Residuals, Luo, Cai, Hu, 2026); H = 1 is attnres
+    delta      the running sum and, through a gate that starts closed, such a mix: what turns a trained
+               standard model into a routed one (delta attention residuals, Luo, 2026)
+    hyper      four running sums with learned weights (Hyper-Connections, Zhu et al., arXiv:2409.19606)
 
 Symbols: B batch, T sequence length, D model width, L blocks, H routing heads. A *source* is
-the embedding or a sublayer's raw output; a *site* is a place that reads: before each of the
-2L sublayers, and once more before the head. So there are 2L + 1 of each.
+the embedding or a sublayer's raw output (in delta, a sum of some); a *site* is a place that
+reads: before each of the 2L sublayers, and once more before the head. So there are 2L + 1 of each.
 """
 from dataclasses import dataclass
 
@@ -28,7 +31,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from routing_kernel import DepthHistory, upcast
+from routing_kernel import DepthHistory, route_logits, upcast
 
 
 @dataclass
@@ -40,9 +43,10 @@ class GPTConfig:
     n_head: int = 8                 # attention heads
     n_kv_head: int = 4              # key/value heads, shared by n_head // n_kv_head query heads each
     d_ff: int = 1536                # hidden width of the MLP
-    residual: str = 'mhar'          # standard | attnres | mhar: a key of STREAMS
-    n_route_head: int = 0           # H; 0 takes the mode's own: 8 for mhar, 1 for attnres
+    residual: str = 'mhar'          # standard | attnres | mhar | delta | hyper: a key of STREAMS
+    n_route_head: int = 0           # H; 0 takes the mode's own: 8 for mhar and delta, 1 for attnres
     route_scale: float = 1.0        # factor on the routing logits
+    n_depth_group: int = 8          # delta: groups of ceil(L / n_depth_group) blocks, each one source
     routing: str = 'auto'           # auto | triton | pytorch: which code computes the reads
     norm_eps: float = 1e-6
     rope_theta: float = 1e4
@@ -53,7 +57,9 @@ class GPTConfig:
             raise ValueError(f'residual={self.residual!r} is not one of {", ".join(STREAMS)}')
         if self.residual == 'attnres' and self.n_route_head not in (0, 1):
             raise ValueError(f'attnres has one routing head, not n_route_head={self.n_route_head}; use mhar')
-        self.n_route_head = self.n_route_head or (8 if self.residual == 'mhar' else 1)
+        self.n_route_head = self.n_route_head or (8 if self.residual in ('mhar', 'delta') else 1)
+        if self.n_depth_group < 1:
+            raise ValueError(f'n_depth_group={self.n_depth_group} must be at least 1')
         for name, whole, part in (('n_embd', self.n_embd, self.n_route_head), ('n_embd', self.n_embd, 2 * self.n_head),
                                   ('n_head', self.n_head, self.n_kv_head)):
             if part < 1 or whole % part:
@@ -61,10 +67,29 @@ class GPTConfig:
                                  f'n_head={self.n_head} (even head width), n_kv_head={self.n_kv_head}')
 
 
+# ---- norms
+
+def rms_norm(x, weight, eps):
+    y = upcast(x)
+    return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width, eps):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x):
+        return rms_norm(x, self.weight, self.eps)
+
+
 # ---- streams: the residual modes. A new one needs parameters(), read() and append(), and a line in STREAMS.
 
 class RunningSum:
     """standard: every read is the sum of the embedding and all outputs so far."""
+
+    one_graph = True            # plain PyTorch: the model compiles as one graph. Without it, sublayer by sublayer
 
     @staticmethod
     def parameters(config):
@@ -74,8 +99,8 @@ class RunningSum:
     def __init__(self, x, p, config):
         self.x = x                                                  # B T D
 
-    def read(self):
-        return self.x
+    def read(self, norm):
+        return norm(self.x)
 
     def append(self, y):
         self.x = self.x + y
@@ -89,36 +114,122 @@ class DepthAttention:
         shape = 2 * config.n_layer + 1, config.n_embd               # S D
         return {'query': torch.zeros(shape), 'gain': torch.ones(shape)}     # zero query: the read is a plain mean
 
-    def __init__(self, x, p, config):
+    def __init__(self, x, p, config, n_source=None):
         # The key norm's gain only ever multiplies the query, so one effective query serves both.
         query = p['query'] * p['gain'] * config.route_scale         # S D
-        self.history = DepthHistory(query, config.n_route_head, config.norm_eps, config.routing)
+        self.history = DepthHistory(query, config.n_route_head, config.norm_eps, config.routing, n_source)
         self.history.append(x)
         self.site = -1
 
-    def read(self):
+    def sources(self):
+        """What the latest site has read from, for who wants to look: a list of B T D."""
+        return list(self.history.sources)
+
+    def read(self, norm):
         self.site += 1
-        return self.history.read(self.site)
+        return norm(self.history.read(self.site))
 
     def append(self, y):
         self.history.append(y)
 
 
-STREAMS = {'standard': RunningSum, 'attnres': DepthAttention, 'mhar': DepthAttention}
+def delta_site(x, y, g, out, lse, z0, null, alpha, weight, eps):
+    """
+    All that a delta site does besides reading its history, in one function: compiled, each row moves once.
+
+    x, y, g: the stream, the newest output and its group's sum so far, B T D (y or g may be None); out, lse:
+    the history's read, B T D and B T H; z0, null: the null source and its logits, D and H. Two reads merge
+    like two sources whose logits are the log-sum-exps. Returns x + y, g + y and norm(x + y + alpha * read).
+    """
+    x, g = x if y is None else x + y, g if g is None else g + y
+    w = torch.sigmoid(z0 - lse)[..., None]                          # B T H 1    the null source's weight
+    out, null = (upcast(s).unflatten(-1, (len(z0), -1)) for s in (out, null))       # H K
+    # One rounding, so that with alpha = 0 this is x: a closed gate leaves the standard model bit for bit.
+    h = (upcast(x) + alpha * (out + w * (null - out)).flatten(-2)).to(x.dtype)
+    return x, g, rms_norm(h, weight, eps)
+
+
+class GatedDepthAttention(DepthAttention):
+    """
+    delta: h = x + alpha_s * out_s;  y = f(norm(h));  x = x + y.  out_s attends over a learned null source, the
+    embedding and the finished groups of blocks, each the sum of its sublayers' outputs; the unfinished group
+    enters only through x. No read before the head. alpha starts at zero, so it alone has a gradient at first.
+    """
+
+    site_step = staticmethod(delta_site)                            # compile_parts puts the compiled one here
+
+    @staticmethod
+    def parameters(config):
+        shape = 2 * config.n_layer, config.n_embd                   # S D
+        return {'query': torch.zeros(shape), 'gain': torch.ones(shape), 'null': torch.zeros(shape),
+                'alpha': torch.zeros(shape[0])}
+
+    def __init__(self, x, p, config):
+        self.size = 2 * -(-config.n_layer // config.n_depth_group)  # sublayers of a group; the last may be short
+        super().__init__(x, p, config, n_source=-(-2 * config.n_layer // self.size))
+        null = p['null'].to(x.dtype)                                # a source like the others
+        z0 = route_logits(self.history.query, [null], config.n_route_head, config.norm_eps)[0]      # S H
+        self.gates = list(zip(z0, null, p['alpha']))                # one unbind: a backward for all sites at once
+        self.x, self.y, self.g = x, None, None
+
+    def sources(self):
+        return [self.gates[self.site][1].expand_as(self.x)] + super().sources()
+
+    def read(self, norm):
+        self.site += 1
+        y, g = self.y, self.g
+        if self.site == len(self.gates):
+            return norm(self.x + y)
+        if self.site % self.size == 0 and self.site > 0:            # y was the last of its group
+            self.history.append(g + y)
+            g = None
+        out, lse = self.history.read(self.site, lse=True)
+        self.x, g, h = self.site_step(self.x, y, g, out, lse, *self.gates[self.site], norm.weight, norm.eps)
+        self.g = y if self.site % self.size == 1 else g             # the first of a group is its sum so far
+        return h
+
+    def append(self, y):
+        self.y = y                                                  # added by the next read, where it is in registers
+
+
+class HyperConnections:
+    """
+    hyper: n = 4 running sums. A sublayer reads a weighted sum of them; then they are mixed, and each adds the
+    output times a weight of its own: static hyper-connections. The initial weights make n equal streams, and
+    their sum, n times the standard one, is the same to the last norm, up to its eps. (The fourth method in the
+    tables of Multi-Head Attention Residuals is a weaker form: softmax reads, each output written to one
+    stream, the mean at the end.)
+    """
+
+    one_graph = True
+
+    @staticmethod
+    def parameters(config):
+        S, eye = 2 * config.n_layer, torch.eye(4)                   # site s first reads stream s mod n
+        return {'read': eye[torch.arange(S) % 4], 'mix': eye.repeat(S, 1, 1), 'write': torch.ones(S, 4)}
+
+    def __init__(self, x, p, config):
+        self.x = torch.stack([x] * 4, dim=-2)                       # B T n D
+        self.sites, self.site = list(zip(p['read'], p['mix'], p['write'])), -1
+
+    def read(self, norm):
+        self.site += 1
+        x = upcast(self.x)
+        if self.site < len(self.sites):
+            x = x * self.sites[self.site][0][:, None]
+        return norm(x.sum(-2).to(self.x.dtype))
+
+    def append(self, y):
+        _, mix, write = self.sites[self.site]
+        x = (mix[:, :, None] * upcast(self.x)[..., None, :, :]).sum(-2)
+        self.x = (x + write[:, None] * upcast(y)[..., None, :]).to(y.dtype)         # rounded once
+
+
+STREAMS = {'standard': RunningSum, 'attnres': DepthAttention, 'mhar': DepthAttention, 'delta': GatedDepthAttention,
+           'hyper': HyperConnections}
 
 
 # ---- the transformer
-
-class RMSNorm(nn.Module):
-    def __init__(self, width, eps):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x):
-        y = upcast(x)
-        return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight).to(x.dtype)
-
 
 def rotate(x, cos, sin):
     """Rotary position embedding: x is B heads T hd, cos and sin are T hd/2. Keeps x's dtype."""
@@ -131,14 +242,13 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.n_embd // config.n_head
         self.widths = [n * self.head_dim for n in (config.n_head, config.n_kv_head, config.n_kv_head)]
-        self.norm = RMSNorm(config.n_embd, config.norm_eps)
         self.q_norm = RMSNorm(self.head_dim, config.norm_eps)
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps)
         self.qkv = nn.Linear(config.n_embd, sum(self.widths), bias=False)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
     def forward(self, x, cos, sin, cache=None):
-        q, k, v = self.qkv(self.norm(x)).split(self.widths, dim=-1)
+        q, k, v = self.qkv(x).split(self.widths, dim=-1)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v))     # B heads T hd
         q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
         if cache is None:
@@ -152,32 +262,34 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.norm = RMSNorm(config.n_embd, config.norm_eps)
         self.up = nn.Linear(config.n_embd, 2 * config.d_ff, bias=False)     # gate and value in one matrix
         self.down = nn.Linear(config.d_ff, config.n_embd, bias=False)
 
     def forward(self, x):
-        gate, value = self.up(self.norm(x)).chunk(2, dim=-1)
+        gate, value = self.up(x).chunk(2, dim=-1)
         return self.down(F.silu(gate) * value)
 
 
 class Block(nn.Module):
+    """Two sublayers and the norm of what each reads; the stream applies it, as part of its read."""
+
     def __init__(self, config):
         super().__init__()
+        self.attn_norm = RMSNorm(config.n_embd, config.norm_eps)
         self.attn = Attention(config)
+        self.mlp_norm = RMSNorm(config.n_embd, config.norm_eps)
         self.mlp = MLP(config)
 
 
 class Head(nn.Module):
-    """Final norm, logits and loss in one module, so that compiled they never hold the logits in fp32."""
+    """Logits and loss in one module, so that compiled they never hold the logits in fp32."""
 
     def __init__(self, config):
         super().__init__()
-        self.norm = RMSNorm(config.n_embd, config.norm_eps)
         self.linear = nn.Linear(config.n_embd, config.vocab_size, bias=False)
 
     def forward(self, x, targets=None):
-        logits = self.linear(self.norm(x))                          # B T V
+        logits = self.linear(x)                          # B T V
         return logits if targets is None else F.cross_entropy(upcast(logits).flatten(0, 1), targets.flatten())
 
 
@@ -222,6 +334,7 @@ class GPT(nn.Module):
         self.stream_class = STREAMS[config.residual]        # replace it to watch or change what is read
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.norm = RMSNorm(config.n_embd, config.norm_eps)
         self.head = Head(config)
         self.head.linear.weight = self.embed.weight
         self.stream = nn.ParameterDict(self.stream_class.parameters(config))
@@ -260,9 +373,9 @@ class GPT(nn.Module):
         x = self.embed(idx).to(compute_dtype(self.embed.weight))    # B T D
         stream = self.stream_class(x, self.stream, self.config)
         for block in self.blocks:
-            stream.append(block.attn(stream.read(), cos, sin, cache))
-            stream.append(block.mlp(stream.read()))
-        out = self.head(stream.read(), targets)
+            stream.append(block.attn(stream.read(block.attn_norm), cos, sin, cache))
+            stream.append(block.mlp(stream.read(block.mlp_norm)))
+        out = self.head(stream.read(self.norm), targets)
 
         if cache is not None:
             cache.start += T
@@ -270,9 +383,14 @@ class GPT(nn.Module):
 
     def compile_parts(self):
         """
-        Compile in place, so that parameter names stay as they are. A running sum compiles best as
-        one graph; a depth history reads between the sublayers, so they compile one by one.
+        Compile in place, so that parameter names stay as they are. Plain PyTorch compiles best as one graph;
+        a depth history reads between the sublayers, so these compile one by one.
         """
-        whole = self.config.residual == 'standard'
-        for part in [self] if whole else [m for b in self.blocks for m in (b.attn, b.mlp)] + [self.head]:
+        stream = self.stream_class
+        if getattr(stream, 'one_graph', False):
+            return self.compile()
+        for part in [m for block in self.blocks for m in block.children()] + [self.norm, self.head]:
             part.compile()
+        if hasattr(stream, 'site_step'):
+            compiled = staticmethod(torch.compile(stream.site_step))
+            self.stream_class = type(stream.__name__, (stream,), {'site_step': compiled})

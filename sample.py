@@ -126,15 +126,16 @@ def generate(model, idx, max_new_tokens, temperature=0.8, top_k=50, vocab_size=N
 def at_every_read(model, idx, look):
     """
     Run the model on idx, B T, and return [look(query, sources) for each site]: the site's effective query,
-    (D,), and the list of tensors B T D that it reads from. ValueError for a standard model.
+    (D,), and the list of tensors B T D that it reads from. ValueError for a model without a depth history.
     """
     if not issubclass(model.stream_class, DepthAttention):
         raise ValueError(f'a {model.config.residual} model does not attend over depth: there are no weights to look at')
 
     class Watched(model.stream_class):
-        def read(self):
-            x = super().read()
-            found.append(look(self.history.query[self.site], list(self.history.sources)))
+        def read(self, norm):
+            x = super().read(norm)
+            if self.site < len(self.history.query):                 # delta's last read is no site
+                found.append(look(self.history.query[self.site], self.sources()))
             return x
 
     found, watched = [], copy.copy(model)                           # the same parameters under another stream
@@ -145,9 +146,12 @@ def at_every_read(model, idx, look):
 
 
 def site_names(model):
-    """The 2L + 1 sites, named after the sublayer that reads there, and the 2L + 1 sources."""
+    """The sites, named after the sublayer that reads there, and the sources; in delta these are groups of blocks."""
     sublayers = [f'{kind}{i}' for i in range(model.config.n_layer) for kind in ('attn', 'mlp')]
-    return sublayers + ['out'], ['emb'] + sublayers
+    if model.config.residual != 'delta':
+        return sublayers + ['out'], ['emb'] + sublayers
+    size = -(-model.config.n_layer // model.config.n_depth_group)   # blocks of a group; nobody reads the last group
+    return sublayers, ['null', 'emb'] + [f'group{i}' for i in range(-(-model.config.n_layer // size) - 1)]
 
 
 def random_like(query):
@@ -181,6 +185,8 @@ def probe(model, idx, n_slice=4):
     the same with slice logits times n_slice, which is 0 when all slices agree; both under a random query; and
     the mean cosine between two different sources of the last site.
     """
+    if model.config.residual == 'delta':
+        raise ValueError('the probe is for attnres, or mhar with one head; of a delta model --routing shows the reads')
     if model.config.n_route_head != 1:
         raise ValueError(f'the probe is for a model with one routing head, this one has {model.config.n_route_head}')
     eps = model.config.norm_eps
@@ -220,8 +226,16 @@ def grid(panels, sites, sources, colour, columns):
                   ' ' * 8 + ''.join(source[0] for source in sources).ljust(wide) * len(names)]
         lines += [f'{site:>7} ' + ''.join(line(panels[name][s]) for name in names) for s, site in enumerate(sites)]
         lines += ['']
-    return '\n'.join(lines + ['row: site, column: source (e emb, a attn, m mlp), weight at least:',
+    return '\n'.join(lines + ['row: site, column: source (e emb, a attn, m mlp, n null, g group), weight at least:',
                               '  '.join(f'{shade(level)} {level * level / 100:g}' for level in range(1, 10))])
+
+
+def show_gates(model):
+    """Print alpha of every site of a delta model."""
+    print('gate (alpha) of each site: 0 reads the running sum alone')
+    for site, alpha in zip(site_names(model)[0], model.stream.alpha.tolist()):
+        print(f'{site:>7} {alpha:+.4f}')
+    print()
 
 
 def show_map(model, idx, path, title):
@@ -234,11 +248,13 @@ def show_map(model, idx, path, title):
     draw_map(path, title, panels, sites, sources)
     if H > 1:
         print('\nhow far each head reads from the mean of the heads (share of its weight):')
-        for site, row in zip(sites[1:], apart[1:]):
+        first = len(maps[0]) == 1                                   # that site has one source only
+        for site, row in zip(sites[first:], apart[first:]):
             print(f'{site:>7} ' + ' '.join(f'{a:.2f}' for a in row.tolist()))
-        for name, found in ('learned', torch.stack(apart[1:])), ('random queries of equal norm', torch.stack(null[1:])):
+        for name, found in ('learned', apart), ('random queries of equal norm', null):
+            found = torch.stack(found[first:])
             s, h = divmod(found.argmax().item(), H)
-            print(f'{name}: mean {found.mean():.3f}, largest {found.max():.3f} (head {h} at {sites[s + 1]})')
+            print(f'{name}: mean {found.mean():.3f}, largest {found.max():.3f} (head {h} at {sites[s + first]})')
 
 
 def show_probe(model, idx):
@@ -258,6 +274,7 @@ def show_probe(model, idx):
 def show_tokens(model, idx, tokenizer, site, head):
     """Print idx, 1 T, as text, the strongest source in brackets wherever it changes."""
     (sites, sources), H = site_names(model), model.config.n_route_head
+    site = site or sites[-1]
     if site not in sites or not 0 <= head < H:
         raise ValueError(f'--site is one of {", ".join(sites)}, --head is at most {H - 1}')
 
@@ -302,9 +319,10 @@ def save_svg(path, width, height, title, subtitle, elements):
 
 def draw_map(path, title, panels, sites, sources):
     """The panels {name: S rows of weights}: a row per site, a column per source, darker is heavier."""
-    N, columns = len(sources), min(len(panels), 3)
-    cell = max(6, min(24, 240 // N))
-    side, pitch, skip = N * cell, N * cell + 54, math.ceil(10 / cell)       # label every skip-th row and column
+    N, S, columns = len(sources), len(sites), min(len(panels), 3)
+    cell = max(6, min(24, 240 // max(N, S)))
+    side, pitch, skip = N * cell, max(N * cell, 60) + 54, math.ceil(10 / cell)      # label every skip-th row and column
+    row_pitch = S * cell + 54
 
     def weight(x, y, size, w):
         return element('rect', x=x, y=y, width=size, height=size, class_='weight', fill_opacity=round(math.sqrt(w), 2))
@@ -313,17 +331,18 @@ def draw_map(path, title, panels, sites, sources):
     for i, w in enumerate((0.01, 0.05, 0.1, 0.25, 0.5, 1)):
         parts += [weight(430 + 48 * i, 38, 12, w), label(445 + 48 * i, 48, f'{w:g}')]
     for i, (name, rows) in enumerate(panels.items()):
-        left, top = 56 + i % columns * pitch, 70 + i // columns * pitch
+        left, top = 56 + i % columns * pitch, 70 + i // columns * row_pitch
         parts += [label(left + side, top + 10, name, 'end')]        # the upper triangle is free: no site reads ahead
         for s, row in enumerate(rows):
             y = top + s * cell
             parts += [element('rect', x=left, y=y, width=len(row) * cell - 1, height=cell - 1, class_='bed')]
             parts += [weight(left + n * cell, y, cell - 1, w) for n, w in enumerate(row)]
             if s % skip == 0:
-                x, under = left + (s + 0.5) * cell + 3, top + side + 4
-                parts += [label(left - 4, y + cell / 2 + 3, sites[s], 'end', class_='small'),
-                          label(x, under, sources[s], 'end', class_='small', transform=f'rotate(-90 {x} {under})')]
-    save_svg(path, max(columns * pitch + 24, 720), 70 + pitch * math.ceil(len(panels) / columns), title,
+                parts += [label(left - 4, y + cell / 2 + 3, sites[s], 'end', class_='small')]
+        for n in range(0, N, skip):
+            x, under = left + (n + 0.5) * cell + 3, top + S * cell + 4
+            parts += [label(x, under, sources[n], 'end', class_='small', transform=f'rotate(-90 {x} {under})')]
+    save_svg(path, max(columns * pitch + 24, 720), 70 + row_pitch * math.ceil(len(panels) / columns), title,
              'row: the sublayer that reads; column: the source it reads; weight:', parts)
 
 
@@ -475,6 +494,8 @@ def run(args):
         raise ValueError('there is no text to look at: give --start=TEXT, --routing=val or --probe=val')
     idx = idx.to(device)
 
+    if args.routing and model.config.residual == 'delta':
+        show_gates(model)
     if args.probe:
         show_probe(model, idx[:, :T])
     elif args.routing in ('start', 'val'):
@@ -503,7 +524,7 @@ def main(argv=None):
     flag('--device', default='auto', help='auto, cpu, mps, cuda or cuda:N')
     flag('--routing', nargs='?', const='start', choices=('start', 'val', 'tokens'),
          help='depth map over the text of --start or the validation set; tokens: strongest source of each new token')
-    flag('--site', default='out', help='for --routing=tokens: attn0, mlp0, ..., out (default: %(default)s)')
+    flag('--site', help='for --routing=tokens: attn0, mlp0, ..., out (default: the last)')
     flag('--head', type=int, default=0, help='for --routing=tokens: a routing head (default: %(default)s)')
     flag('--probe', nargs='?', const='val', choices=('start', 'val'), help='for a model with one routing head')
     flag('--report', nargs='+', metavar='DIR', help='compare finished runs with the first')

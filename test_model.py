@@ -13,6 +13,7 @@ import http.server
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -49,7 +50,7 @@ needs_gpu = pytest.mark.skipif(not CUDA, reason='needs a CUDA device')
 def fresh(residual='mhar', **more):
     """A small model as initialised."""
     torch.manual_seed(0)
-    heads = 4 * (residual == 'mhar')
+    heads = 4 * (residual in ('mhar', 'delta'))
     return GPT(GPTConfig(**SHAPE | dict(vocab_size=320, n_route_head=heads, residual=residual) | more))
 
 
@@ -450,9 +451,12 @@ def loss_and_gradients(model, idx):
     return loss.item(), {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize('residual', ['attnres', 'mhar'])
+@pytest.mark.parametrize('residual', MODES[1:])
 def test_at_initialisation_every_mode_is_the_standard_model(residual):
-    """A zero query reads the mean, which is the running sum over a number, and every reader normalises first."""
+    """
+    A zero query reads the mean, which is the running sum over a number, and every reader normalises first.
+    A closed gate reads the running sum itself, equal hyper-connections sum to four times that.
+    """
     models = [fresh(mode, norm_eps=1e-12, n_embd=256).double() for mode in ('standard', residual)]
     a, b = (model(tokens(2, 16)) for model in models)
     assert (a - b).abs().max() < 1e-8 and a.std() > 0.1
@@ -503,7 +507,8 @@ def test_one_batch_is_learned_by_heart(residual):
         loss, _ = loss_and_gradients(model, idx)
         optimizer.step()
     assert loss < 0.05
-    assert residual == 'standard' or model.stream.query[1:].abs().amax(1).min() > 0.01     # every site has learned
+    if 'query' in model.stream:
+        assert model.stream.query[1:].abs().amax(1).min() > 0.01     # every site has learned
 
 
 def test_first_site_has_a_zero_gradient_not_a_missing_one():
@@ -521,8 +526,8 @@ def test_dtypes(residual, weights, autocast):
     model, seen = fresh(residual).to(DEVICE, getattr(torch, weights)), set()
 
     class Watched(model.stream_class):
-        def read(self):
-            x = super().read()
+        def read(self, norm):
+            x = super().read(norm)
             seen.add(x.dtype)
             return x
     model.stream_class = Watched
@@ -551,8 +556,8 @@ class Halving:
     def __init__(self, x, p, config):
         self.x, self.strength = x, p['strength']
 
-    def read(self):
-        return self.x
+    def read(self, norm):
+        return norm(self.x)
 
     def append(self, y):
         self.x = 0.5 * self.x + self.strength * y
@@ -566,7 +571,7 @@ def test_a_stream_of_ones_own_trains(tmp_path, monkeypatch):
 
 
 @needs_gpu
-@pytest.mark.parametrize('residual', ['standard', 'mhar'])
+@pytest.mark.parametrize('residual', ['standard', 'mhar', 'delta', 'hyper'])
 def test_compiled_is_eager_also_for_another_length(residual):
     eager, compiled = (tiny(residual, spread=0.1).to(DEVICE) for _ in range(2))
     compiled.compile_parts()
@@ -576,7 +581,104 @@ def test_compiled_is_eager_also_for_another_length(residual):
         (a, da), (b, db) = (loss_and_gradients(model, idx) for model in (eager, compiled))
         assert a == pytest.approx(b, rel=1e-4)
         assert_close(da, db, rtol=1e-3, atol=1e-4)
-    assert torch._dynamo.utils.counters['stats']['unique_graphs'] <= 12
+    assert torch._dynamo.utils.counters['stats']['unique_graphs'] <= 16
+
+
+# ---- delta and hyper-connections
+
+def grafted(residual, standard, **more):
+    """A model whose weights are those of the standard one; what it learns beside them is as initialised."""
+    model = fresh(residual, **more)
+    model.load_state_dict(model.state_dict() | standard.state_dict())
+    return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('weights, autocast', [('float32', None), ('float32', 'bfloat16'), ('float32', 'float16'),
+                                               ('bfloat16', None)])
+def test_a_closed_gate_is_the_standard_model_bit_for_bit(weights, autocast):
+    """Whatever the queries: logits, loss, and generation through the cache, down to one token."""
+    standard = tiny('standard', spread=0.2)
+    model, idx = grafted('delta', standard), tokens(2, 17).to(DEVICE)
+    for name in 'query', 'gain', 'null':
+        torch.nn.init.normal_(model.stream[name])
+    standard, model = (m.to(DEVICE, getattr(torch, weights)) for m in (standard, model))
+    with torch.autocast(DEVICE, getattr(torch, autocast or weights), enabled=autocast is not None):
+        for x, y in (idx[:, :-1], idx[:, 1:]), (idx[:, :-1], None), (idx[:1, :1], None):
+            assert torch.equal(standard(x, y), model(x, y))
+        caches = [KVCache(m, 2) for m in (standard, model)]
+        for part in idx[:, :-1].split([5, 1, 1, 7, 2], 1):
+            assert torch.equal(standard(part, cache=caches[0]), model(part, cache=caches[1]))
+        model.stream.alpha.fill_(0.1)
+        assert not torch.equal(standard(idx[:, :-1]), model(idx[:, :-1]))
+
+
+@pytest.mark.parametrize('L, n_depth_group', [(1, 8), (2, 8), (5, 2), (5, 3), (3, 1)])
+def test_delta_is_the_equations(L, n_depth_group):
+    """One operation after the other, with `route` over [null, embedding, finished groups]; groups may be short."""
+    model, idx = tiny('delta', n_layer=L, n_depth_group=n_depth_group).double(), tokens(2, 9)
+    p, size = model.stream, -(-L // n_depth_group)
+    x = model.embed(idx)
+    sources, group = [x], 0
+    for s in range(2 * L):
+        block, kind = model.blocks[s // 2], ('attn', 'mlp')[s % 2]
+        out = route(p.query[s] * p.gain[s], [p.null[s].expand_as(x), *sources], 4)
+        h = getattr(block, f'{kind}_norm')(x + p.alpha[s] * out)
+        y = block.attn(h, model.cos[:9], model.sin[:9]) if kind == 'attn' else block.mlp(h)
+        x, group = x + y, group + y
+        if (s + 1) % (2 * size) == 0:
+            sources, group = sources + [group], 0
+    assert_close(model(idx), model.head(model.norm(x)))
+
+
+def test_delta_reads_alike_with_the_kernels(kernels):
+    """Sites without a new source, and the gradient through the log-sum-exp, as a model has them."""
+    idx = tokens(2, 6).to(DEVICE)
+    a, b = (loss_and_gradients(tiny('delta', spread=0.2, n_layer=3, n_depth_group=2, routing=routing).to(DEVICE), idx)
+            for routing in ('triton', 'pytorch'))
+    assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_the_gate_learns_first_then_what_is_behind_it():
+    """
+    At first only alpha has a gradient, the others a zero, not a missing one; after three steps no site has a zero.
+    (The first site's alpha starts with little: half an embedding, added to it, only scales what the norm removes.)
+    """
+    model, idx = grafted('delta', tiny('standard', spread=0.2)).double(), tokens(4, 17)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(4):
+        optimizer.zero_grad()
+        _, grads = loss_and_gradients(model, idx)
+        size = {name: grads[f'stream.{name}'].abs().reshape(4, -1).amax(1) for name in model.stream}    # of each site
+        if step == 0:
+            assert size.pop('alpha').min() > 1e-9 and max(s.max() for s in size.values()) == 0
+        optimizer.step()
+    assert all(s.min() > 1e-9 for s in size.values()), size
+
+
+def test_every_hyper_connection_learns():
+    """A read of equal streams only scales what the norm removes, so reads wait until the streams differ."""
+    model, idx = fresh('hyper', n_layer=3).double(), tokens(4, 17)
+    assert torch.equal(model.stream.read, torch.eye(4).double()[[0, 1, 2, 3, 0, 1]])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(4):
+        optimizer.zero_grad()
+        _, grads = loss_and_gradients(model, idx)
+        size = {name: g.abs().min() for name, g in grads.items() if 'stream' in name}
+        assert min(size['stream.mix'], size['stream.write']) > 1e-9 and (step == 0 or size['stream.read'] > 1e-9), size
+        optimizer.step()
+
+
+@pytest.mark.parametrize('residual', MODES)
+def test_a_compiled_model_can_be_copied(residual):
+    model = tiny(residual).to(DEVICE)
+    config = pickle.dumps(model.config)
+    model.compile_parts()                                            # it would compile at the first call: none is made
+    assert pickle.dumps(model.config) == config
+    twin, idx = copy.deepcopy(model), tokens(2, 8).to(DEVICE)
+    with torch.compiler.set_stance('force_eager'):
+        assert torch.equal(twin(idx), tiny(residual).to(DEVICE)(idx))
+        assert twin.state_dict().keys() == model.state_dict().keys() == tiny(residual).state_dict().keys()
 
 
 # ---- prepare_data.py
@@ -852,6 +954,78 @@ def test_resume_refuses_another_run(tmp_path):
         run_train(tmp_path, '--resume')
 
 
+@pytest.fixture
+def trained(tmp_path):
+    """The path of a standard model's checkpoint."""
+    run_train(tmp_path, '--residual=standard', '--lr=1e-2', out='standard')
+    return tmp_path / 'standard' / 'ckpt.pt'
+
+
+def convert(root, trained, residual, *flags, out):
+    """A run from that checkpoint, of which nothing but the device is repeated."""
+    train.main([f'--init_from={trained}', f'--residual={residual}', f'--out_dir={root / out}', '--device=cpu',
+                '--no-sample', *flags])
+    return read_run(root / out)
+
+
+def test_conversion_starts_where_the_standard_model_ended(tmp_path, trained, capsys):
+    """The same loss before the first step and in it; then the routed run follows the plain one on the same data."""
+    ended, evaluations = read_run(trained.parent)
+    (delta, a), (plain, b) = (convert(tmp_path, trained, mode, out=mode + '2') for mode in ('delta', 'standard'))
+    assert a[0]['step'] == 0 and a[0] == b[0] and a[0]['val_loss'] == evaluations[-1]['val_loss']
+    assert 'largest difference of the logits 0\n' in capsys.readouterr().out
+    assert a[1]['loss'] == b[1]['loss']
+    for x, y in zip(a[1:], b[1:], strict=True):
+        assert x.get('loss', 0) == pytest.approx(y.get('loss', 0), abs=0.02)
+    assert delta['model']['stream.alpha'].abs().min() > 0 and delta['config']['n_route_head'] == 8
+    assert (delta['train']['lr'], delta['train']['warmup'], delta['train']['n_embd']) == (1e-2, 5, 32)
+    assert delta['optimizer']['state'][0]['step'] == 20              # its own, not the old one's 40
+
+
+def test_a_converted_run_resumes_without_its_origin(tmp_path, trained):
+    whole = convert(tmp_path, trained, 'delta', out='whole')
+    convert(tmp_path, trained, 'delta', '--stop_after=10', out='parts')
+    os.rename(trained, tmp_path / 'moved')
+    with pytest.raises(SystemExit, match='cannot resume: init_from is .*standard.ckpt.pt in the run, not'):
+        convert(tmp_path, tmp_path / 'moved', 'delta', '--resume', out='parts')
+    parts = convert(tmp_path, trained, 'delta', '--resume', out='parts')        # the same flags, whose file is gone
+    assert whole[1] == parts[1] and equal(whole[0]['model'], parts[0]['model'])
+
+
+@pytest.mark.parametrize('flags, message', [
+    ([], r'standard.ckpt.pt would be overwritten'), (['--overwrite'], r'standard.ckpt.pt would be overwritten'),
+    (['--n_layer=3', '--out_dir=new'], 'n_layer is 2 in .*, not 3'),
+    (['--preset=tiny', '--dataset=d', '--out_dir=new'], 'n_layer is 2 in .*, not 4'),
+    (['--dataset=other', '--out_dir=new'], 'vocab_size is 100 in .*, but 80 in .*other'),
+    (['--init_from=nowhere'], 'nothing to start from, there is no nowhere'), (['--init_from=.'], 'not a checkpoint'),
+    (['--n_depth_group=0', '--out_dir=new'], 'n_depth_group=0')])
+def test_a_wrong_origin_is_one_sentence(tmp_path, trained, flags, message, capsys, monkeypatch):
+    before = trained.read_bytes()
+    monkeypatch.chdir(tmp_path)
+    write_data(tmp_path / 'other', vocab_size=80)
+    os.rename('other/d', 'other/other')
+    data_dir = 'other' if '--dataset=other' in flags else '.'
+    with pytest.raises(SystemExit) as e:
+        train.main([f'--data_dir={data_dir}', f'--init_from={trained}', f'--out_dir={trained.parent}', '--device=cpu',
+                    *flags])
+    text = str(e.value.code) + capsys.readouterr().err
+    assert e.value.code not in (0, None) and re.search(message, text) and trained.read_bytes() == before
+
+
+@pytest.mark.parametrize('change, message', [
+    (lambda w: w.pop('norm.weight'), 'has no norm.weight'),
+    (lambda w: w.update({'extra': w['norm.weight']}), 'has extra, for which a delta model'),
+    (lambda w: w.update({'norm.weight': torch.ones(3)}), r'norm.weight has shape \(3,\) in .*, not \(32,\)'),
+    (lambda w: w.update({'stream.query': torch.ones(5, 32)}), r'stream.query has shape \(5, 32\)')])
+def test_weights_that_do_not_fit_are_named(tmp_path, trained, change, message):
+    checkpoint = torch.load(trained, weights_only=True)
+    change(checkpoint['model'])
+    torch.save(checkpoint, trained)
+    with pytest.raises(SystemExit, match=message):
+        convert(tmp_path, trained, 'delta', out='new')
+    assert not (tmp_path / 'new').exists()
+
+
 def test_order_is_a_pure_function_and_covers_the_data():
     """Every epoch reads each sequence once; how a step is split into micro-steps and processes does not matter."""
     T, n = 4, 10
@@ -925,7 +1099,7 @@ def before_step(monkeypatch, number, action):
 
 
 def test_nan_stops_and_is_not_saved(tmp_path, monkeypatch):
-    before_step(monkeypatch, 7, lambda trainer: trainer.model.head.norm.weight.data.fill_(float('nan')))
+    before_step(monkeypatch, 7, lambda trainer: trainer.model.norm.weight.data.fill_(float('nan')))
     with pytest.raises(SystemExit, match='loss nan.* at step 7.*of step 5'):
         run_train(tmp_path, '--log_every=10', '--save_every=5', '--eval_every=100')
     checkpoint = torch.load(tmp_path / 'out' / 'ckpt.pt', weights_only=True)
@@ -991,10 +1165,10 @@ def test_sixteen_bits_over_float32_weights(tmp_path, dtype):
     assert {w.dtype for w in checkpoint['model'].values()} == {torch.float32}
 
 
-def test_benchmark_times_every_mode(capsys, tmp_path):
-    train.main([*SMALL, '--benchmark', f'--out_dir={tmp_path}/none'])
-    rows = [line.split()[0] for line in capsys.readouterr().out.splitlines()[-len(train.STREAMS):]]
-    assert rows == list(train.STREAMS)
+def test_benchmark_times_three_modes_and_the_one_asked_for(capsys, tmp_path):
+    train.main([*SMALL, '--benchmark', '--residual=delta', f'--out_dir={tmp_path}/none'])
+    rows = [line.split()[0] for line in capsys.readouterr().out.splitlines()[-5:]]
+    assert rows == ['residual', 'standard', 'attnres', 'mhar', 'delta']
     assert not (tmp_path / 'none').exists()
 
 
@@ -1018,7 +1192,7 @@ def test_captured_step_is_the_eager_one(tmp_path, residual):
 
 # ---- sample.py: text
 
-@pytest.mark.parametrize('residual', ['standard', 'attnres', 'mhar'])
+@pytest.mark.parametrize('residual', MODES)
 @pytest.mark.parametrize('block_size, prompt', [(16, 3), (16, 40), (7, 7), (1, 2)])
 def test_cache_gives_the_same_tokens_also_past_the_context(residual, block_size, prompt):
     model = tiny(residual, block_size=block_size)
@@ -1076,10 +1250,30 @@ def test_weights_are_those_that_the_model_used(residual, H):
     assert [len(w) for w in weights] == [1, 2, 3, 4, 5]              # site s reads sources 0..s
     for w in weights:
         torch.testing.assert_close(w.sum(0), torch.ones(2, 9, H))
-    torch.testing.assert_close(model.head(reads[-1]), plain)         # the last read, mixed with them, gives the logits
+    torch.testing.assert_close(model.head(model.norm(reads[-1])), plain)  # the last read, so mixed, gives the logits
     assert torch.equal(model(idx), plain)                            # and looking leaves the model as it was
     for found, w in zip(next(iter(sample.depth_map(model, idx))), weights):
         torch.testing.assert_close(found, w.mean((1, 2)))
+
+
+def test_what_a_delta_model_reads(tmp_path, capsys):
+    """Mixing the sources that are shown with their weights, behind the gate, is what the sublayer gets."""
+    model, idx, seen = tiny('delta', n_layer=3, n_depth_group=2), tokens(2, 9), []
+    shown = sample.at_every_read(model, idx, lambda query, sources: (route(query, sources, 4), len(sources)))
+    sites, sources = sample.site_names(model)
+    assert sources == ['null', 'emb', 'group0'] and [n for _, n in shown] == [2, 2, 2, 2, 3, 3] and len(sites) == 6
+    hook = model.blocks[0].attn.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    model(idx)
+    hook.remove()
+    x = model.embed(idx)
+    assert_close(seen[0], model.blocks[0].attn_norm(x + model.stream.alpha[0] * shown[0][0]))
+    torch.save({'model': model.state_dict(), 'config': asdict(model.config), 'train': {},
+                'meta': {'tokenizer': 'byte'}}, tmp_path / 'ckpt.pt')
+    sample.main([f'--out_dir={tmp_path}', '--device=cpu', '--routing', '--start=def f'])
+    out = capsys.readouterr().out
+    assert f'mlp2 {model.stream.alpha[5]:+.4f}' in out.split('head 0')[0] and ET.parse(tmp_path / 'depth_map.svg')
+    with pytest.raises(SystemExit, match='probe is for attnres'):
+        sample.main([f'--out_dir={tmp_path}', '--device=cpu', '--probe=start', '--start=x'])
 
 
 def test_a_query_that_prefers_one_source_shows_exactly_that():
@@ -1120,9 +1314,9 @@ def test_probe_is_zero_under_agreement_only_once_scaled():
 def test_cosine_of_equal_and_of_orthogonal_sources():
     model = tiny('attnres', spread=0.0, n_layer=1)
     sources = [torch.eye(32)[[i]][None] for i in (0, 0, 1)]                  # B T D, pairs: 1, 0, 0
-    model.stream_class = type('Fixed', (model.stream_class,), {'append': lambda self, y: None, 'read': lambda self: (
-        setattr(self, 'site', self.site + 1), self.history.sources.__setitem__(slice(None), sources[:self.site + 1]))
-        and sources[0]})
+    model.stream_class = type('Fixed', (model.stream_class,), {
+        'append': lambda self, y: None, 'read': lambda self, norm: (setattr(self, 'site', self.site + 1) or sources[0]),
+        'sources': lambda self: sources[:self.site + 1]})
     assert sample.probe(model, tokens(1, 1))[-1] == pytest.approx(1 / 3)
 
 

@@ -6,9 +6,11 @@ Train a GPT of model.py.
     python train.py --preset=100M --dataset=fineweb_edu     one 80 GB GPU; prepare_data.py gets the data
     torchrun --nproc_per_node=8 train.py --preset=1B --dataset=fineweb_edu
     python train.py --resume                                continue out/tiny-mhar exactly where it stopped
-    python train.py --preset=100M --benchmark               time a step of every residual mode
+    python train.py --init_from=out/tiny-standard/ckpt.pt --residual=delta      graft routing onto a trained model
+    python train.py --preset=100M --benchmark               time a step of standard, attnres and mhar
 
-A preset sets shape and recipe, flags override it, and the result is printed. out_dir receives
+A preset sets shape and recipe, flags override it, and the result is printed. With --init_from the run of that
+checkpoint takes the preset's place, and routing (model.stream) is all that may be new to its weights. out_dir receives
 log.jsonl (records with loss or val_loss) and ckpt.pt (for --resume and sample.py).
 """
 import argparse
@@ -45,8 +47,9 @@ from routing_kernel import use_triton
 class TrainConfig:      # every field is a flag and its comment the flag's help; the defaults are the tiny preset
     preset: str = 'tiny'            # shape and recipe
     residual: str = 'mhar'          # what connects the sublayers
-    n_route_head: int = 0           # H, routing heads; 0 means 8 for mhar, 1 for attnres
+    n_route_head: int = 0           # H, routing heads; 0 means 8 for mhar and delta, 1 for attnres
     route_scale: float = 1.0        # factor on the routing logits
+    n_depth_group: int = 8          # of delta: groups of consecutive blocks that are one source each
     routing: str = 'auto'           # which code computes the routing
     dataset: str = 'stdlib'         # folder of token files in data_dir
     data_dir: str = 'data'          # where prepare_data.py puts data sets
@@ -62,7 +65,7 @@ class TrainConfig:      # every field is a flag and its comment the flag's help;
     grad_accum: int = 1             # micro-steps per step
     lr: float = 3e-3                # peak learning rate
     min_lr_ratio: float = 0.1       # the cosine ends at this fraction of lr
-    warmup: int = -1                # steps of linear warm-up; -1 means 5% of max_steps, at most 1000
+    warmup: int = -1                # steps of linear warm-up; -1: 5% of max_steps, at most 1000 (init_from: 25%, 100)
     weight_decay: float = 0.1       # of matrices; norms and routing are not decayed
     beta1: float = 0.9              # of AdamW
     beta2: float = 0.95             # of AdamW
@@ -77,10 +80,11 @@ class TrainConfig:      # every field is a flag and its comment the flag's help;
     compile: bool = None            # torch.compile (default: on a GPU)
     cuda_graph: bool = None         # replay forward and backward as one CUDA graph (default: if possible)
     deterministic: bool = False     # bitwise repeatable on a GPU too, but slower
+    init_from: str = ''             # a checkpoint whose weights this run starts from, with a fresh optimizer
     resume: bool = False            # continue the run in out_dir
     overwrite: bool = False         # start anew although out_dir holds a checkpoint
     stop_after: int = 0             # save and exit after this many steps of the unchanged schedule
-    benchmark: bool = False         # time every residual mode on random tokens, grad_accum 1; writes nothing
+    benchmark: bool = False         # time standard, attnres, mhar and residual on random tokens, grad_accum 1
     sample: bool = True             # print a sample at the end
 
     def __post_init__(self):
@@ -97,7 +101,7 @@ class TrainConfig:      # every field is a flag and its comment the flag's help;
             if not good:
                 raise ValueError(f'{name}={getattr(self, name)} makes no sense')
         if self.warmup < 0:
-            self.warmup = min(1000, self.max_steps // 20)
+            self.warmup = min(100, self.max_steps // 4) if self.init_from else min(1000, self.max_steps // 20)
         self.out_dir = self.out_dir or f'out/{self.preset}-{self.residual}'
         self.n_route_head = self.gpt_config(0).n_route_head
 
@@ -136,6 +140,42 @@ def parse_flags(argv=None):
             parser.add_argument(f'--{f.name}', help=text, type=f.type, choices=CHOICES.get(f.name),
                                 metavar=None if f.name in CHOICES else f.type.__name__)
     return vars(parser.parse_args(argv))
+
+
+# What a run that starts from another one's checkpoint does not inherit: where and how that one was computed.
+OWN = {'out_dir', 'warmup', 'init_from', 'routing', 'device', 'dtype', 'compile', 'cuda_graph', 'deterministic',
+       'resume', 'overwrite', 'stop_after', 'benchmark', 'sample'}
+
+
+def origin_flags(given, run):
+    """The fields of the run that a run from its checkpoint inherits; a preset, if given, replaces them all."""
+    if 'preset' in given:
+        return PRESETS[given['preset']]
+    own = OWN | ({'n_route_head'} if given.get('residual', run.residual) != run.residual else set())
+    return {k: v for k, v in asdict(run).items() if k not in own}
+
+
+def check_origin(cfg, origin, meta):
+    """ValueError names what keeps the weights of the checkpoint `origin` from being those of this run's model."""
+    path, had = cfg.init_from, origin['meta']
+    for key in 'tokenizer', 'vocab_size':
+        if had[key] != meta[key]:
+            raise ValueError(f'{key} is {had[key]} in {path}, but {meta[key]} in {cfg.data_dir}/{cfg.dataset}')
+    config = cfg.gpt_config(meta['vocab_size'])
+    for key, value in asdict(config).items():
+        free = 'residual', 'n_route_head', 'route_scale', 'n_depth_group', 'routing', 'block_size'
+        if key not in free and origin['config'].get(key, value) != value:
+            raise ValueError(f'{key} is {origin["config"][key]} in {path}, not {value}')
+    with torch.device('meta'):
+        model = GPT(config).state_dict()
+    for name in sorted(model.keys() | origin['model'].keys()):
+        if name not in origin['model'] and not name.startswith('stream.'):
+            raise ValueError(f'{path} has no {name}')
+        if name not in model:
+            raise ValueError(f'{path} has {name}, for which a {cfg.residual} model has no place')
+        shapes = [tuple(weights[name].shape) for weights in (origin['model'], model) if name in weights]
+        if shapes[0] != shapes[-1]:
+            raise ValueError(f'{name} has shape {shapes[0]} in {path}, not {shapes[1]}')
 
 
 def resume_config(given, run):
@@ -237,8 +277,11 @@ class Trainer:
         if self.cuda and self.dtype != torch.float16 and cfg.cuda_graph is not False:
             self.capture()
 
+    def autocast(self):
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
     def forward(self, idx, targets):
-        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+        with self.autocast():
             return self.model(idx, targets)
 
     def forward_backward(self, tokens):
@@ -320,6 +363,25 @@ class Trainer:
         if self.cuda and len(checkpoint['rng']) > 1:
             torch.cuda.set_rng_state(checkpoint['rng'][1])
 
+    @torch.no_grad()
+    @torch.compiler.set_stance('force_eager')       # compiled, the two models would round differently
+    def graft(self, origin, tokens):
+        """
+        Take the weights of the checkpoint `origin`; what it lacks, routing, stays as initialised. Returns the
+        validation loss of its model and of this one, and the largest difference between their logits.
+        """
+        more = {'routing': self.cfg.routing, 'block_size': self.cfg.block_size}
+        old, new = GPT(GPTConfig(**origin['config'] | more)).to(self.device), self.model
+        old.load_state_dict(origin['model'])
+        new.load_state_dict(new.state_dict() | origin['model'])
+        idx = load_sequences(tokens, [0], self.cfg.block_size)[:, :-1].to(self.device)
+        losses, logits = [], []
+        for self.model in old, new:             # and new it stays
+            losses.append(self.evaluate(tokens))
+            with self.autocast():
+                logits.append(self.model(idx).float())
+        return *losses, (logits[0] - logits[1]).abs().max().item()
+
     def memory(self):
         """The GPU allocator's peak since the last call in GiB; it does not count what a replayed graph works in."""
         if not self.cuda:
@@ -350,9 +412,9 @@ def save_checkpoint(path, trainer, **more):
         sys.exit(f'train.py: cannot write {path} (disk full?), {left}: {str(e).splitlines()[0]}')
 
 
-def load_checkpoint(path):
+def load_checkpoint(path, what='nothing to resume'):
     if not path.exists():
-        raise FileNotFoundError(f'nothing to resume, there is no {path}')
+        raise FileNotFoundError(f'{what}, there is no {path}')
     try:
         checkpoint = torch.load(path, map_location='cpu', weights_only=True)
         return checkpoint | {'train': TrainConfig(**checkpoint['train'])}
@@ -417,8 +479,11 @@ def start_processes(cfg):
     return device, rank, world_size
 
 
-def train(cfg, data, checkpoint, device, rank, world_size):
-    """From the checkpoint, or from the start if it is None, to the end of the schedule or to a stop."""
+def train(cfg, data, checkpoint, origin, device, rank, world_size):
+    """
+    From the checkpoint, or from the start if it is None, to the end of the schedule or to a stop. A start
+    from origin, another run's checkpoint, has its weights.
+    """
     train_tokens, val_tokens, meta = data
     state = checkpoint or {'step': 0, 'best_val': math.inf, 'elapsed': 0.0}
     start, best_val, elapsed, out = state['step'], state['best_val'], state['elapsed'], Path(cfg.out_dir)
@@ -438,6 +503,13 @@ def train(cfg, data, checkpoint, device, rank, world_size):
         if rank == 0:
             with open(out / 'log.jsonl', 'a') as f:
                 f.write(json.dumps(record) + '\n')
+
+    if origin:
+        before, after, difference = trainer.graft(origin, val_tokens)
+        origin.clear()
+        log(step=0, val_loss=after, tokens=0, elapsed=0.0)
+        print(f'step     0/{cfg.max_steps}  val_loss {after:.4f}, {before:.4f} as {cfg.init_from}; '
+              f'largest difference of the logits {difference:.3g}', flush=True)
 
     stop_signals = []           # the first SIGINT or SIGTERM asks to save and exit, the second one kills
     for s in (signal.SIGINT, signal.SIGTERM):
@@ -522,11 +594,11 @@ def print_sample(cfg, model, meta, device):
 
 
 def benchmark(cfg, device, rank, world_size):
-    """Time whole steps of every residual mode on random tokens, and print a table."""
+    """Time whole steps of standard, attnres, mhar and the mode asked for on random tokens, and print a table."""
     print('\nresidual   H   ms/step   tokens/s  ratio      GiB  ratio  CUDA graph')
     first, vocab_size = None, 257 if cfg.preset == 'tiny' else 50257
     tokens = torch.randint(vocab_size, (cfg.batch_size // world_size, cfg.block_size + 1))
-    for mode in STREAMS:
+    for mode in dict.fromkeys(('standard', 'attnres', 'mhar', cfg.residual)):
         heads = cfg.n_route_head if mode == cfg.residual else 0
         mode_cfg = replace(cfg, residual=mode, n_route_head=heads, grad_accum=1)
         trainer, times = Trainer(mode_cfg, vocab_size, device, rank, world_size), []
@@ -549,20 +621,28 @@ def benchmark(cfg, device, rank, world_size):
 def main(argv=None):
     given = parse_flags(argv)
     try:        # what a user can get wrong is found here, and is one sentence
-        resume, checkpoint = given.get('resume'), None
+        resume, init_from, checkpoint, origin = given.get('resume'), given.get('init_from'), None, None
         # A run that is resumed knows its own shape: only what names its folder counts here.
         known = {k: v for k, v in given.items() if not resume or k in ('preset', 'residual', 'out_dir')}
-        cfg = TrainConfig(**PRESETS[given.get('preset', 'tiny')] | known)
+        base = PRESETS[given.get('preset', 'tiny')]
+        if init_from and not resume:                # a run that is resumed has left its origin behind
+            origin = load_checkpoint(Path(init_from), 'nothing to start from')
+            base = origin_flags(given, origin['train'])
+        cfg = TrainConfig(**base | known)
         path = Path(cfg.out_dir, 'ckpt.pt')
         if resume:
             checkpoint = load_checkpoint(path)
             cfg = resume_config({'out_dir': cfg.out_dir} | given, checkpoint['train'])
+        elif origin and path.exists() and path.samefile(init_from) and not cfg.benchmark:
+            raise ValueError(f'{path} would be overwritten by the run that starts from it: --out_dir goes elsewhere')
         elif path.exists() and not (cfg.overwrite or cfg.benchmark):
             raise ValueError(f'{path} exists: --resume continues it, --overwrite starts anew, --out_dir goes elsewhere')
         device, rank, world_size = start_processes(cfg)
         if issubclass(STREAMS[cfg.residual], DepthAttention):
             use_triton(cfg.routing, device)
         data = None if cfg.benchmark else open_data(cfg, rank, world_size)
+        if origin and data:
+            check_origin(cfg, origin, data[-1])
         if checkpoint and data and checkpoint['meta'] != data[-1]:
             raise ValueError(f'cannot resume: {cfg.data_dir}/{cfg.dataset} was prepared anew since the run began')
     except (ValueError, OSError, RuntimeError) as e:
@@ -572,7 +652,7 @@ def main(argv=None):
         if cfg.benchmark:
             benchmark(cfg, device, rank, world_size)
         else:
-            train(cfg, data, checkpoint, device, rank, world_size)
+            train(cfg, data, checkpoint, origin, device, rank, world_size)
     except OSError as e:        # a full disk
         sys.exit(f'train.py: {e}')
     if world_size > 1:
