@@ -607,7 +607,7 @@ def benchmark(cfg, device, rank, world_size):
         heads = cfg.n_route_head if mode == cfg.residual else 0
         mode_cfg = replace(cfg, residual=mode, n_route_head=heads, grad_accum=1)
         trainer, times = Trainer(mode_cfg, vocab_size, device, rank, world_size), []
-        while len(times) < 8 or len(times) < 100 and times[-1] - times[0] < 30:
+        while len(times) < 8 or len(times) < 50 and times[-1] - times[0] < 30:
             trainer.step([tokens], cfg.lr).tolist()     # waits for the GPU
             times.append(time.perf_counter())
         seconds, memory = float(np.median(np.diff(times)[2:])), trainer.memory()        # the first ones warm up
