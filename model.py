@@ -69,11 +69,6 @@ class GPTConfig:
 
 # ---- norms
 
-def rms_norm(x, weight, eps):
-    y = upcast(x)
-    return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
-
-
 class RMSNorm(nn.Module):
     def __init__(self, width, eps):
         super().__init__()
@@ -81,7 +76,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x):
-        return rms_norm(x, self.weight, self.eps)
+        y = upcast(x)
+        return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight).to(x.dtype)
 
 
 # ---- streams: the residual modes. A new one needs parameters(), read() and append(), and a line in STREAMS.
@@ -133,20 +129,20 @@ class DepthAttention:
         self.history.append(y)
 
 
-def delta_site(x, y, g, out, lse, z0, null, alpha, weight, eps):
+def delta_site(x, y, g, out, lse, z0, null, alpha):
     """
-    All that a delta site does besides reading its history, in one function: compiled, each row moves once.
+    All that a delta site does besides its history's read and its norm, in one function: compiled, each row moves once.
 
     x, y, g: the stream, the newest output and its group's sum so far, B T D (y or g may be None); out, lse:
     the history's read, B T D and B T H; z0, null: the null source and its logits, D and H. Two reads merge
-    like two sources whose logits are the log-sum-exps. Returns x + y, g + y and norm(x + y + alpha * read).
+    like two sources whose logits are the log-sum-exps. Returns x + y, g + y and x + y + alpha * read.
     """
     x, g = x if y is None else x + y, g if g is None else g + y
     w = torch.sigmoid(z0 - lse)[..., None]                          # B T H 1    the null source's weight
     out, null = (upcast(s).unflatten(-1, (len(z0), -1)) for s in (out, null))       # H K
+    read = (alpha * (1 - w)) * out + (alpha * w) * null
     # One rounding, so that with alpha = 0 this is x: a closed gate leaves the standard model bit for bit.
-    h = (upcast(x) + alpha * (out + w * (null - out)).flatten(-2)).to(x.dtype)
-    return x, g, rms_norm(h, weight, eps)
+    return x, g, (upcast(x) + read.flatten(-2)).to(x.dtype)
 
 
 class GatedDepthAttention(DepthAttention):
@@ -184,9 +180,9 @@ class GatedDepthAttention(DepthAttention):
             self.history.append(g + y)
             g = None
         out, lse = self.history.read(self.site, lse=True)
-        self.x, g, h = self.site_step(self.x, y, g, out, lse, *self.gates[self.site], norm.weight, norm.eps)
+        self.x, g, h = self.site_step(self.x, y, g, out, lse, *self.gates[self.site])
         self.g = y if self.site % self.size == 1 else g             # the first of a group is its sum so far
-        return h
+        return norm(h)
 
     def append(self, y):
         self.y = y                                                  # added by the next read, where it is in registers
@@ -230,6 +226,19 @@ STREAMS = {'standard': RunningSum, 'attnres': DepthAttention, 'mhar': DepthAtten
 
 
 # ---- the transformer
+
+def compute_dtype(weight):
+    """The dtype of activations: autocast's where it is on, else that of the weights."""
+    device = weight.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+
+
+class Embedding(nn.Embedding):
+    """Cast once, so that the stream and every source have one dtype (autocast leaves embeddings in fp32)."""
+
+    def forward(self, idx):
+        return super().forward(idx).to(compute_dtype(self.weight))  # B T D
+
 
 def rotate(x, cos, sin):
     """Rotary position embedding: x is B heads T hd, cos and sin are T hd/2. Keeps x's dtype."""
@@ -321,18 +330,12 @@ class KVCache:
         return *cached, self.mask
 
 
-def compute_dtype(weight):
-    """The dtype of activations: autocast's where it is on, else that of the weights."""
-    device = weight.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-
-
 class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
         self.stream_class = STREAMS[config.residual]        # replace it to watch or change what is read
-        self.embed = nn.Embedding(config.vocab_size, config.n_embd)
+        self.embed = Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(config.n_embd, config.norm_eps)
         self.head = Head(config)
@@ -369,9 +372,7 @@ class GPT(nn.Module):
         at = slice(T) if cache is None else cache.positions(T)
         cos, sin = self.cos[at], self.sin[at]                       # T hd/2
 
-        # Cast once, so that the stream and every source have one dtype (autocast leaves embeddings in fp32).
-        x = self.embed(idx).to(compute_dtype(self.embed.weight))    # B T D
-        stream = self.stream_class(x, self.stream, self.config)
+        stream = self.stream_class(self.embed(idx), self.stream, self.config)
         for block in self.blocks:
             stream.append(block.attn(stream.read(block.attn_norm), cos, sin, cache))
             stream.append(block.mlp(stream.read(block.mlp_norm)))
@@ -389,7 +390,7 @@ class GPT(nn.Module):
         stream = self.stream_class
         if getattr(stream, 'one_graph', False):
             return self.compile()
-        for part in [m for block in self.blocks for m in block.children()] + [self.norm, self.head]:
+        for part in [self.embed, *(m for block in self.blocks for m in block.children()), self.norm, self.head]:
             part.compile()
         if hasattr(stream, 'site_step'):
             compiled = staticmethod(torch.compile(stream.site_step))

@@ -112,9 +112,31 @@ def place(X, Q):
 
 
 @jit
-def lookup(TABLE, i, mask=None):
-    """The places of tensors i in elements from Q, multiples of 16 and known as such to the compiler."""
-    return tl.load(TABLE + i, mask=mask, other=None if mask is None else 0) * 16
+def lookup(TABLE, first, end, NB: tl.constexpr, TILES: tl.constexpr):
+    """
+    A tuple of TILES vectors of NB places each, of the tensors first..end-1. Looked up ahead of a loop over
+    them, so that the loads of their rows can run ahead in turn.
+    """
+    places = ()
+    for j in tl.static_range(TILES):
+        i = first + j * NB + tl.arange(0, NB)
+        places = places + (tl.load(TABLE + i, mask=i < end, other=0),)
+    return places
+
+
+@jit
+def tile(places, j, TILES: tl.constexpr):
+    """Vector j of places, in elements from Q."""
+    at = places[0]
+    for i in tl.static_range(1, TILES):
+        at = tl.where(j == i, places[i], at)
+    return at * 16
+
+
+@jit
+def single(places, j):
+    """Place j of a tuple with one vector, in elements from Q."""
+    return tl.sum(tl.where(tl.arange(0, places[0].shape[0]) == j, places[0], 0)) * 16
 
 
 @jit
@@ -165,10 +187,10 @@ def mix(acc, scale, rows, weights, W: tl.constexpr, PARTS: tl.constexpr):
 @jit(do_not_specialize=['s', 'base', 'n'])
 def read_site(X, V, RSTD, Q, OUT, LSE, s, base, n, NP, SP, eps,
               H: tl.constexpr, K: tl.constexpr, HB: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr,
-              STAGES: tl.constexpr, CARRY: tl.constexpr, FRESH: tl.constexpr):
+              SPAN: tl.constexpr, STAGES: tl.constexpr, CARRY: tl.constexpr, FRESH: tl.constexpr):
     """
     One position of one site: source n, which is X and enters V if FRESH, the (OUT, LSE) carried from the sources
-    below base, and sources base..n-1.
+    below base, and sources base..n-1, at most SPAN.
     """
     D: tl.constexpr = H * K
     EVEN: tl.constexpr = K == KW * PARTS
@@ -178,6 +200,7 @@ def read_site(X, V, RSTD, Q, OUT, LSE, s, base, n, NP, SP, eps,
     k = tl.broadcast_to(tl.arange(0, KW)[None, :], [HB, KW])
     head, mk = (h * K)[:, None], mh[:, None]
 
+    places = lookup(V, base, n, SPAN, 1)
     q = load_parts(Q + s * D + head, k, mk, K, KW, PARTS, EVEN, True)       # PARTS x (HB KW)
     x = load_parts(X + t * D + head, k, mk, K, KW, PARTS, EVEN, False)
     if CARRY:
@@ -193,7 +216,7 @@ def read_site(X, V, RSTD, Q, OUT, LSE, s, base, n, NP, SP, eps,
         acc = weighted(acc, l[:, None], o, p[:, None], PARTS)
         l, m = l + p, top
     for i in tl.range(base, n, num_stages=STAGES):
-        v = load_parts(Q + lookup(V, i) + t * D + head, k, mk, K, KW, PARTS, EVEN, False)
+        v = load_parts(Q + single(places, i - base) + t * D + head, k, mk, K, KW, PARTS, EVEN, False)
         z = inner(v, q, PARTS) * tl.load(RSTD + t * NP + i)
         new = tl.maximum(m, z)
         a, p1 = tl.exp(m - new), tl.exp(z - new)
@@ -209,7 +232,7 @@ def read_site(X, V, RSTD, Q, OUT, LSE, s, base, n, NP, SP, eps,
 @jit(do_not_specialize=['s', 'n'])
 def read_group(V, RSTD, Q, OUT, LSE, s, n, BT, S, NP, SP,
                H: tl.constexpr, K: tl.constexpr, W: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr,
-               C: tl.constexpr, NB: tl.constexpr, P: tl.constexpr):
+               C: tl.constexpr, NB: tl.constexpr, TILES: tl.constexpr, P: tl.constexpr):
     """P positions of one head, sites s..s+C-1, the rows of OUT, over sources 0..n-1: each row is read once for all."""
     D: tl.constexpr = H * K
     EVEN: tl.constexpr = K == W * KW * PARTS
@@ -222,23 +245,23 @@ def read_group(V, RSTD, Q, OUT, LSE, s, n, BT, S, NP, SP,
     m = tl.full([C], -1e30, tl.float32)
     l = tl.zeros([C], tl.float32)
     acc = zeros([W, C, KW], PARTS)
-    blocks = tl.cdiv(n, NB)
+    places = lookup(V, 0, n, NB, TILES)
     t0 = (tl.program_id(0) // H).to(tl.int64) * P
     BT = BT + t0 * 0
-    for b in range(blocks * tl.minimum(P, BT - t0).to(tl.int32)):           # one loop: loads run ahead across positions
-        t = t0 + b // blocks
-        i = b % blocks * NB + tl.arange(0, NB)
+    for b in range(TILES * tl.minimum(P, BT - t0).to(tl.int32)):            # one loop: loads run ahead across positions
+        t = t0 + b // TILES
+        i = b % TILES * NB + tl.arange(0, NB)
         mi = i < n
-        v = load_parts(Q + (lookup(V, i, mi) + t * D)[None, :, None] + h * K, k, mi[None, :, None],
+        v = load_parts(Q + (tile(places, b % TILES, TILES) + t * D)[None, :, None] + h * K, k, mi[None, :, None],
                        K, KW, PARTS, EVEN, False)
         r = tl.load(RSTD + t * NP + i, mask=mi, other=0.0)
         z = tl.where(mi[None, :], matmul(q, v, PARTS) * r[None, :], -1e30)  # C NB
-        m = tl.where(b % blocks == 0, -1e30, m)                             # a new position: a = 0 clears l and acc
+        m = tl.where(b % TILES == 0, -1e30, m)                             # a new position: a = 0 clears l and acc
         top = tl.maximum(m, tl.max(z, 1))
         a, p = tl.exp(m - top), tl.exp(z - top[:, None])
         l, m = a * l + tl.sum(p, 1), top
         acc = mix(acc, a[None, :, None], v, p, W, PARTS)
-        if b % blocks == blocks - 1:
+        if b % TILES == TILES - 1:
             store_parts(OUT + ((c - s) * BT + t)[None, :, None] * D + h * K, k, mc[None, :, None],
                         acc, (1.0 / l)[None, :, None], K, KW, PARTS, EVEN)
             tl.store(LSE + (t * H + h) * SP + c, m + tl.log(l), mask=mc)
@@ -290,7 +313,7 @@ def grad_site(X, OUT, DO, DLSE, G, RSTD, Q, LSE, DELTA, PART, CSUM, DZ, DX, s, l
               C: tl.constexpr, SITES: tl.constexpr, STAGES: tl.constexpr, CARRY: tl.constexpr, FRESH: tl.constexpr):
     """
     One position of source n, which is X: site s, whose do is DO and enters G if FRESH, sites s+1..end-1, and what
-    PART carries. Writes dz of sites low..end-1, at most SITES, zero for those before the source's birth at s.
+    PART carries. Writes dz of sites low..end-1, at most SITES; those before the source's birth at s get zero.
     """
     D: tl.constexpr = H * K
     EVEN: tl.constexpr = K == KW * PARTS
@@ -303,6 +326,7 @@ def grad_site(X, OUT, DO, DLSE, G, RSTD, Q, LSE, DELTA, PART, CSUM, DZ, DX, s, l
     at = (t * H + h) * SP                                                   # row of LSE, DELTA and DZ
     DZ += c * BT * H * SP
 
+    places = lookup(G, low, end, SITES, 1)
     v = load_parts(X + t * D + head, k, mk, K, KW, PARTS, EVEN, False)     # PARTS x (HB KW)
     do = load_parts(DO + t * D + head, k, mk, K, KW, PARTS, EVEN, False)
     q = load_parts(Q + s * D + head, k, mk, K, KW, PARTS, EVEN, True)
@@ -319,35 +343,37 @@ def grad_site(X, OUT, DO, DLSE, G, RSTD, Q, LSE, DELTA, PART, CSUM, DZ, DX, s, l
     w = tl.exp(z - lse)
     dz = w * (inner(v, do, PARTS) - delta)
     zsum = dz * z                                                           # HB: sum_s dz z
-    near = low + tl.arange(0, SITES)
-    sites = near[None, :]
-    places = tl.load(G + near, mask=(near > s) & (near < end), other=0)     # looked up at once, or each row would wait
-    dzs = tl.where(sites == s, (dz * r)[:, None], 0.0)                      # HB SITES
-    acc = weighted(q, (dz * r)[:, None], do, w[:, None], PARTS)
+    dz *= r
+    tl.store(DZ + at + s, dz.to(DZ.dtype.element_ty), mask=mh)
+    acc = weighted(q, dz[:, None], do, w[:, None], PARTS)
     if CARRY:
         acc = weighted(acc, 1.0, part, 1.0, PARTS)
         zsum += csum
     for i in tl.range(s + 1, end, num_stages=STAGES):
-        g = load_parts(Q + tl.sum(tl.where(near == i, places, 0)) * 16 + t * D + head, k, mk, K, KW, PARTS, EVEN, False)
+        g = load_parts(Q + single(places, i - low) + t * D + head, k, mk, K, KW, PARTS, EVEN, False)
         u = load_parts(Q + i * D + head, k, mk, K, KW, PARTS, EVEN, True)
         zi = inner(v, u, PARTS) * r
         wi = tl.exp(zi - tl.load(LSE + at + i, mask=mh, other=0.0))
         dzi = wi * (inner(v, g, PARTS) - tl.load(DELTA + at + i, mask=mh, other=0.0))
         zsum += dzi * zi
         dzi *= r
-        dzs = tl.where(sites == i, dzi[:, None], dzs)
+        tl.store(DZ + at + i, dzi.to(DZ.dtype.element_ty), mask=mh)
         acc = weighted(acc, 1.0, g, wi[:, None], PARTS)
         acc = weighted(acc, 1.0, u, dzi[:, None], PARTS)
     f = r * r * tl.sum(tl.where(mh, zsum, 0.0)) / D
     store_parts(DX + t * D + head, k, mk, weighted(acc, 1.0, v, -f, PARTS), 1.0, K, KW, PARTS, EVEN)
-    tl.store(DZ + at[:, None] + sites, dzs.to(DZ.dtype.element_ty), mask=mh[:, None] & (sites < end))
+    before = low + tl.arange(0, SITES)[None, :]
+    tl.store(DZ + at[:, None] + before, tl.zeros([HB, SITES], DZ.dtype.element_ty), mask=mh[:, None] & (before < s))
 
 
 @jit(do_not_specialize=['s', 'end', 'n'])
 def grad_group(V, G, RSTD, Q, LSE, DELTA, PART, CSUM, DZ, s, end, n, BT, N, NP, SP,
                H: tl.constexpr, K: tl.constexpr, W: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr,
-               C: tl.constexpr, NB: tl.constexpr):
-    """One position of one head, sources n..n+C-1 over sites s..end-1: each do row is read once for C sources."""
+               C: tl.constexpr, NB: tl.constexpr, TILES: tl.constexpr, MORE: tl.constexpr):
+    """
+    One position of one head, sources n..n+C-1 over sites s..end-1: each do row is read once for C sources.
+    With MORE the sums go on from what PART and CSUM hold.
+    """
     D: tl.constexpr = H * K
     EVEN: tl.constexpr = K == W * KW * PARTS
     h = tl.program_id(0) % H                                                # the heads of a position run side by side
@@ -357,17 +383,22 @@ def grad_group(V, G, RSTD, Q, LSE, DELTA, PART, CSUM, DZ, s, end, n, BT, N, NP, 
     c = tl.arange(0, C)
     mc = n + c < N
     at = (t * H + h) * SP                                                   # row of LSE, DELTA and DZ
-    v = load_parts(Q + (lookup(V, n + c, mc) + t * D)[None, :, None] + h * K, k, mc[None, :, None],
+    part = PART + (c * BT + t)[None, :, None] * D + h * K
+    places = lookup(G, s, end, NB, TILES)
+    v = load_parts(Q + (tl.load(V + n + c, mask=mc, other=0) * 16 + t * D)[None, :, None] + h * K, k, mc[None, :, None],
                    K, KW, PARTS, EVEN, False)
     r = tl.load(RSTD + t * NP + n + c, mask=mc, other=0.0)[:, None]
     acc = zeros([W, C, KW], PARTS)
     zsum = tl.zeros([C], tl.float32)
-    for s0 in range(s, end, NB):
-        i = s0 + tl.arange(0, NB)
+    if MORE:
+        acc = weighted(load_parts(part, k, mc[None, :, None], K, KW, PARTS, EVEN, False), 1.0, acc, 0.0, PARTS)
+        zsum = tl.load(CSUM + (t * H + h) * C + c, mask=mc, other=0.0)
+    for b in range(TILES):
+        i = s + b * NB + tl.arange(0, NB)
         mi = i < end
         q = load_parts(Q + i[None, :, None] * D + h * K, k, mi[None, :, None],          # PARTS x (W NB KW)
                        K, KW, PARTS, EVEN, True)
-        do = load_parts(Q + (lookup(G, i, mi) + t * D)[None, :, None] + h * K, k, mi[None, :, None],
+        do = load_parts(Q + (tile(places, b, TILES) + t * D)[None, :, None] + h * K, k, mi[None, :, None],
                         K, KW, PARTS, EVEN, False)
         z = matmul(v, q, PARTS) * r                                         # C NB
         w = tl.exp(z - tl.load(LSE + at + i, mask=mi, other=float('inf'))[None, :])
@@ -377,7 +408,7 @@ def grad_group(V, G, RSTD, Q, LSE, DELTA, PART, CSUM, DZ, s, end, n, BT, N, NP, 
         tl.store(DZ + (c * BT * H * SP)[:, None] + (at + i)[None, :], dz.to(DZ.dtype.element_ty),
                  mask=mc[:, None] & mi[None, :])
         acc = mix(mix(acc, 1.0, do, w, W, PARTS), 1.0, q, dz, W, PARTS)
-    store_parts(PART + (c * BT + t)[None, :, None] * D + h * K, k, mc[None, :, None], acc, 1.0, K, KW, PARTS, EVEN)
+    store_parts(part, k, mc[None, :, None], acc, 1.0, K, KW, PARTS, EVEN)
     tl.store(CSUM + (t * H + h) * C + c, zsum, mask=mc)
 
 
@@ -394,15 +425,13 @@ def grad_query(V, Q, DZ, DQ, s, end, n, count, BT, S, SP,
     i = s + tl.program_id(1) * SB + tl.arange(0, SB)
     share, shares = tl.program_id(2).to(tl.int64), tl.num_programs(2)
     blocks = tl.cdiv(BT, shares * TB).to(tl.int32)
-    cs = tl.arange(0, C)
-    places = tl.load(V + n + cs, mask=cs < count, other=0)
+    places = lookup(V, n, n + count, C, 1)
     acc = zeros([SB, KW], PARTS)
     for b in range(count * blocks):
         c = b // blocks
         t = (b % blocks * shares + share) * TB + tl.arange(0, TB)
         mt = (t < BT)[:, None]
-        v = load_parts(Q + tl.sum(tl.where(cs == c, places, 0)) * 16 + t[:, None] * D + h * K, k, mt,
-                       K, KW, PARTS, EVEN, False)
+        v = load_parts(Q + single(places, c) + t[:, None] * D + h * K, k, mt, K, KW, PARTS, EVEN, False)
         dz = tl.load(DZ + ((c * BT + t) * H + h)[:, None] * SP + i[None, :], mask=mt & (i < end)[None, :], other=0.0)
         more = ()
         for j in tl.static_range(PARTS):
@@ -452,7 +481,8 @@ class _Run:
         # the shared memory (its tiles take 84 bytes a column in 16 bits) does without the group passes.
         HB = triton.next_power_of_2(n_head)
         warps = min(4, triton.next_power_of_2(max(1, HB * K // 1280)))
-        row = dict(H=n_head, K=K, HB=HB, **pieces(K, max(256, 256 * warps // HB)))
+        row = dict(H=n_head, K=K, HB=HB, **pieces(K, max(64, 256 * warps // HB)))
+        stages = 3 if n_head > 1 or warps > 1 else 1
         read_group, grad_group = (
             dict(H=n_head, K=K, W=W, **pieces(triton.cdiv(K, W), piece if W == 1 else 64), C=self.C, NB=self.NB,
                  num_warps=W, num_stages=2)
@@ -460,10 +490,10 @@ class _Run:
                              (triton.next_power_of_2(triton.cdiv(K, 192)), 64)))
         self.grouped = 84 * K * x.element_size() // 2 <= shared_memory(x.device)
         self.tiles = SimpleNamespace(
-            read_site=dict(row, STAGES=3 if n_head > 1 else 1, num_warps=warps),
+            read_site=dict(row, STAGES=stages, num_warps=warps),
             read_group=dict(read_group, P=4),
             grad_bare=dict(row, num_warps=warps),
-            grad_site=dict(row, C=self.C, STAGES=3 if n_head > 1 else 1, num_warps=2 * warps if n_head > 1 else warps),
+            grad_site=dict(row, C=self.C, STAGES=stages, num_warps=2 * warps if n_head > 1 else warps),
             grad_group=grad_group,
             grad_query=dict(H=n_head, K=K, C=self.C, **pieces(min(K, 256), 64), TB=64 if K > 64 else 128, num_stages=3))
 
@@ -506,14 +536,15 @@ class _Run:
             self.base, self.first, self.until, carried = old, s, s + len(self.O), True
             read_group[(self.H * triton.cdiv(self.BT, self.tiles.read_group['P']),)](
                 self.V, self.RSTD, self.Q, self.O, self.LSE, s, old, self.BT, self.S, self.NP, self.SP,
-                **self.tiles.read_group)
+                **self.tiles.read_group, TILES=triton.cdiv(old, self.NB))
         # .data, so that modifying one read does not count as modifying the others
         out = self.O[s - self.first].data if carried else self.like.new_empty(self.BT, self.D)
         base = self.base if carried else 0
         if new or base < old:
             read_site[(self.BT,)](
                 new[-1] if new else self.sources[n], self.V, self.RSTD, self.Q, out, self.LSE, s, base, n,
-                self.NP, self.SP, self.eps, **self.tiles.read_site, CARRY=carried, FRESH=len(new) > 0)
+                self.NP, self.SP, self.eps, **self.tiles.read_site, CARRY=carried, FRESH=len(new) > 0,
+                SPAN=max(16, triton.next_power_of_2(n - base)))
         if new:
             self.sources.append(new[-1])
             self.birth.append(s)
@@ -536,16 +567,22 @@ class _Run:
     def grad_source(self, s, n, out, do, dlse, fresh):
         c, dx = n % self.C, torch.empty_like(do)
         low = self.birth[n - c]
-        if n == self.top or self.grouped and c == self.C - 1:
-            self.far = self.first_far(s, self.end) if self.grouped else self.end        # from here on summed in PART
-            if self.far < self.end:
+        # Sites from far on are summed in PART. A group of sources begins with a pass over them; another one adds
+        # to it when sites without a source have made the near ones many.
+        begins = n == self.top or self.grouped and c == self.C - 1
+        if begins:
+            self.far = self.end
+        if begins or self.grouped and self.far - s > self.C + 3:
+            end, self.far = self.far, self.first_far(s, self.far) if self.grouped else self.far
+            if self.far < end:
                 grad_group[(self.H * self.BT,)](
                     self.V, self.G, self.RSTD, self.Q, self.LSE, self.DELTA, self.PART, self.CSUM, self.DZ,
-                    self.far, self.end, n - c, self.BT, n + 1, self.NP, self.SP, **self.tiles.grad_group)
+                    self.far, end, n - c, self.BT, n + 1, self.NP, self.SP, **self.tiles.grad_group,
+                    TILES=triton.cdiv(end - self.far, self.NB), MORE=end < self.end)
         grad_site[(self.BT,)](
             self.sources[n], out, do, dlse, self.G, self.RSTD, self.Q, self.LSE, self.DELTA, self.PART, self.CSUM,
             self.DZ, dx, s, low, self.far, n, c, self.BT, self.NP, self.SP, **self.tiles.grad_site,
-            SITES=triton.next_power_of_2(self.far - low), CARRY=self.far < self.end, FRESH=fresh)
+            SITES=max(8, triton.next_power_of_2(self.far - low)), CARRY=self.far < self.end, FRESH=fresh)
         if c == 0:
             sites, columns = self.end - low, self.tiles.grad_query['KW'] * self.tiles.grad_query['PARTS']
             SB = min(128, max(16, triton.next_power_of_2(sites)))
