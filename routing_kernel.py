@@ -112,31 +112,9 @@ def place(X, Q):
 
 
 @jit
-def lookup(TABLE, first, end, NB: tl.constexpr, TILES: tl.constexpr):
-    """
-    A tuple of TILES vectors of NB places each, of the tensors first..end-1. Looked up ahead of a loop over
-    them, so that the loads of their rows can run ahead in turn.
-    """
-    places = ()
-    for j in tl.static_range(TILES):
-        i = first + j * NB + tl.arange(0, NB)
-        places = places + (tl.load(TABLE + i, mask=i < end, other=0),)
-    return places
-
-
-@jit
-def tile(places, j, TILES: tl.constexpr):
-    """Vector j of places, in elements from Q."""
-    at = places[0]
-    for i in tl.static_range(1, TILES):
-        at = tl.where(j == i, places[i], at)
-    return at * 16
-
-
-@jit
-def single(places, j):
-    """Place j of a tuple with one vector, in elements from Q."""
-    return tl.sum(tl.where(tl.arange(0, places[0].shape[0]) == j, places[0], 0)) * 16
+def pick(places, j):
+    """Place j of a vector of places, in elements from Q. A lookup in a loop over rows would hold up their loads."""
+    return tl.sum(tl.where(tl.arange(0, places.shape[0]) == j, places, 0)) * 16
 
 
 @jit
@@ -200,7 +178,8 @@ def read_site(X, V, RSTD, Q, OUT, LSE, s, base, n, NP, SP, eps,
     k = tl.broadcast_to(tl.arange(0, KW)[None, :], [HB, KW])
     head, mk = (h * K)[:, None], mh[:, None]
 
-    places = lookup(V, base, n, SPAN, 1)
+    recent = base + tl.arange(0, SPAN)
+    places = tl.load(V + recent, mask=recent < n, other=0)
     q = load_parts(Q + s * D + head, k, mk, K, KW, PARTS, EVEN, True)       # PARTS x (HB KW)
     x = load_parts(X + t * D + head, k, mk, K, KW, PARTS, EVEN, False)
     if CARRY:
@@ -216,7 +195,7 @@ def read_site(X, V, RSTD, Q, OUT, LSE, s, base, n, NP, SP, eps,
         acc = weighted(acc, l[:, None], o, p[:, None], PARTS)
         l, m = l + p, top
     for i in tl.range(base, n, num_stages=STAGES):
-        v = load_parts(Q + single(places, i - base) + t * D + head, k, mk, K, KW, PARTS, EVEN, False)
+        v = load_parts(Q + pick(places, i - base) + t * D + head, k, mk, K, KW, PARTS, EVEN, False)
         z = inner(v, q, PARTS) * tl.load(RSTD + t * NP + i)
         new = tl.maximum(m, z)
         a, p1 = tl.exp(m - new), tl.exp(z - new)
@@ -232,7 +211,7 @@ def read_site(X, V, RSTD, Q, OUT, LSE, s, base, n, NP, SP, eps,
 @jit(do_not_specialize=['s', 'n'])
 def read_group(V, RSTD, Q, OUT, LSE, s, n, BT, S, NP, SP,
                H: tl.constexpr, K: tl.constexpr, W: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr,
-               C: tl.constexpr, NB: tl.constexpr, TILES: tl.constexpr, P: tl.constexpr):
+               C: tl.constexpr, NB: tl.constexpr, P: tl.constexpr):
     """P positions of one head, sites s..s+C-1, the rows of OUT, over sources 0..n-1: each row is read once for all."""
     D: tl.constexpr = H * K
     EVEN: tl.constexpr = K == W * KW * PARTS
@@ -245,23 +224,23 @@ def read_group(V, RSTD, Q, OUT, LSE, s, n, BT, S, NP, SP,
     m = tl.full([C], -1e30, tl.float32)
     l = tl.zeros([C], tl.float32)
     acc = zeros([W, C, KW], PARTS)
-    places = lookup(V, 0, n, NB, TILES)
+    blocks = tl.cdiv(n, NB)
     t0 = (tl.program_id(0) // H).to(tl.int64) * P
     BT = BT + t0 * 0
-    for b in range(TILES * tl.minimum(P, BT - t0).to(tl.int32)):            # one loop: loads run ahead across positions
-        t = t0 + b // TILES
-        i = b % TILES * NB + tl.arange(0, NB)
+    for b in range(blocks * tl.minimum(P, BT - t0).to(tl.int32)):           # one loop: loads run ahead across positions
+        t = t0 + b // blocks
+        i = b % blocks * NB + tl.arange(0, NB)
         mi = i < n
-        v = load_parts(Q + (tile(places, b % TILES, TILES) + t * D)[None, :, None] + h * K, k, mi[None, :, None],
+        v = load_parts(Q + (tl.load(V + i, mask=mi, other=0) * 16 + t * D)[None, :, None] + h * K, k, mi[None, :, None],
                        K, KW, PARTS, EVEN, False)
         r = tl.load(RSTD + t * NP + i, mask=mi, other=0.0)
         z = tl.where(mi[None, :], matmul(q, v, PARTS) * r[None, :], -1e30)  # C NB
-        m = tl.where(b % TILES == 0, -1e30, m)                             # a new position: a = 0 clears l and acc
+        m = tl.where(b % blocks == 0, -1e30, m)                             # a new position: a = 0 clears l and acc
         top = tl.maximum(m, tl.max(z, 1))
         a, p = tl.exp(m - top), tl.exp(z - top[:, None])
         l, m = a * l + tl.sum(p, 1), top
         acc = mix(acc, a[None, :, None], v, p, W, PARTS)
-        if b % TILES == TILES - 1:
+        if b % blocks == blocks - 1:
             store_parts(OUT + ((c - s) * BT + t)[None, :, None] * D + h * K, k, mc[None, :, None],
                         acc, (1.0 / l)[None, :, None], K, KW, PARTS, EVEN)
             tl.store(LSE + (t * H + h) * SP + c, m + tl.log(l), mask=mc)
@@ -326,7 +305,8 @@ def grad_site(X, OUT, DO, DLSE, G, RSTD, Q, LSE, DELTA, PART, CSUM, DZ, DX, s, l
     at = (t * H + h) * SP                                                   # row of LSE, DELTA and DZ
     DZ += c * BT * H * SP
 
-    places = lookup(G, low, end, SITES, 1)
+    sites = low + tl.arange(0, SITES)
+    places = tl.load(G + sites, mask=(sites > s) & (sites < end), other=0)
     v = load_parts(X + t * D + head, k, mk, K, KW, PARTS, EVEN, False)     # PARTS x (HB KW)
     do = load_parts(DO + t * D + head, k, mk, K, KW, PARTS, EVEN, False)
     q = load_parts(Q + s * D + head, k, mk, K, KW, PARTS, EVEN, True)
@@ -350,7 +330,7 @@ def grad_site(X, OUT, DO, DLSE, G, RSTD, Q, LSE, DELTA, PART, CSUM, DZ, DX, s, l
         acc = weighted(acc, 1.0, part, 1.0, PARTS)
         zsum += csum
     for i in tl.range(s + 1, end, num_stages=STAGES):
-        g = load_parts(Q + single(places, i - low) + t * D + head, k, mk, K, KW, PARTS, EVEN, False)
+        g = load_parts(Q + pick(places, i - low) + t * D + head, k, mk, K, KW, PARTS, EVEN, False)
         u = load_parts(Q + i * D + head, k, mk, K, KW, PARTS, EVEN, True)
         zi = inner(v, u, PARTS) * r
         wi = tl.exp(zi - tl.load(LSE + at + i, mask=mh, other=0.0))
@@ -362,14 +342,14 @@ def grad_site(X, OUT, DO, DLSE, G, RSTD, Q, LSE, DELTA, PART, CSUM, DZ, DX, s, l
         acc = weighted(acc, 1.0, u, dzi[:, None], PARTS)
     f = r * r * tl.sum(tl.where(mh, zsum, 0.0)) / D
     store_parts(DX + t * D + head, k, mk, weighted(acc, 1.0, v, -f, PARTS), 1.0, K, KW, PARTS, EVEN)
-    before = low + tl.arange(0, SITES)[None, :]
-    tl.store(DZ + at[:, None] + before, tl.zeros([HB, SITES], DZ.dtype.element_ty), mask=mh[:, None] & (before < s))
+    before = mh[:, None] & (sites < s)[None, :]
+    tl.store(DZ + at[:, None] + sites[None, :], tl.zeros([HB, SITES], DZ.dtype.element_ty), mask=before)
 
 
 @jit(do_not_specialize=['s', 'end', 'n'])
 def grad_group(V, G, RSTD, Q, LSE, DELTA, PART, CSUM, DZ, s, end, n, BT, N, NP, SP,
                H: tl.constexpr, K: tl.constexpr, W: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr,
-               C: tl.constexpr, NB: tl.constexpr, TILES: tl.constexpr, MORE: tl.constexpr):
+               C: tl.constexpr, NB: tl.constexpr, MORE: tl.constexpr):
     """
     One position of one head, sources n..n+C-1 over sites s..end-1: each do row is read once for C sources.
     With MORE the sums go on from what PART and CSUM hold.
@@ -384,7 +364,6 @@ def grad_group(V, G, RSTD, Q, LSE, DELTA, PART, CSUM, DZ, s, end, n, BT, N, NP, 
     mc = n + c < N
     at = (t * H + h) * SP                                                   # row of LSE, DELTA and DZ
     part = PART + (c * BT + t)[None, :, None] * D + h * K
-    places = lookup(G, s, end, NB, TILES)
     v = load_parts(Q + (tl.load(V + n + c, mask=mc, other=0) * 16 + t * D)[None, :, None] + h * K, k, mc[None, :, None],
                    K, KW, PARTS, EVEN, False)
     r = tl.load(RSTD + t * NP + n + c, mask=mc, other=0.0)[:, None]
@@ -393,13 +372,13 @@ def grad_group(V, G, RSTD, Q, LSE, DELTA, PART, CSUM, DZ, s, end, n, BT, N, NP, 
     if MORE:
         acc = weighted(load_parts(part, k, mc[None, :, None], K, KW, PARTS, EVEN, False), 1.0, acc, 0.0, PARTS)
         zsum = tl.load(CSUM + (t * H + h) * C + c, mask=mc, other=0.0)
-    for b in range(TILES):
-        i = s + b * NB + tl.arange(0, NB)
+    for s0 in range(s, end, NB):
+        i = s0 + tl.arange(0, NB)
         mi = i < end
         q = load_parts(Q + i[None, :, None] * D + h * K, k, mi[None, :, None],          # PARTS x (W NB KW)
                        K, KW, PARTS, EVEN, True)
-        do = load_parts(Q + (tile(places, b, TILES) + t * D)[None, :, None] + h * K, k, mi[None, :, None],
-                        K, KW, PARTS, EVEN, False)
+        at_i = tl.load(G + i, mask=mi, other=0) * 16 + t * D
+        do = load_parts(Q + at_i[None, :, None] + h * K, k, mi[None, :, None], K, KW, PARTS, EVEN, False)
         z = matmul(v, q, PARTS) * r                                         # C NB
         w = tl.exp(z - tl.load(LSE + at + i, mask=mi, other=float('inf'))[None, :])
         dz = w * (matmul(v, do, PARTS) - tl.load(DELTA + at + i, mask=mi, other=0.0)[None, :])
@@ -425,13 +404,13 @@ def grad_query(V, Q, DZ, DQ, s, end, n, count, BT, S, SP,
     i = s + tl.program_id(1) * SB + tl.arange(0, SB)
     share, shares = tl.program_id(2).to(tl.int64), tl.num_programs(2)
     blocks = tl.cdiv(BT, shares * TB).to(tl.int32)
-    places = lookup(V, n, n + count, C, 1)
+    places = tl.load(V + n + tl.arange(0, C), mask=tl.arange(0, C) < count, other=0)
     acc = zeros([SB, KW], PARTS)
     for b in range(count * blocks):
         c = b // blocks
         t = (b % blocks * shares + share) * TB + tl.arange(0, TB)
         mt = (t < BT)[:, None]
-        v = load_parts(Q + single(places, c) + t[:, None] * D + h * K, k, mt, K, KW, PARTS, EVEN, False)
+        v = load_parts(Q + pick(places, c) + t[:, None] * D + h * K, k, mt, K, KW, PARTS, EVEN, False)
         dz = tl.load(DZ + ((c * BT + t) * H + h)[:, None] * SP + i[None, :], mask=mt & (i < end)[None, :], other=0.0)
         more = ()
         for j in tl.static_range(PARTS):
@@ -491,9 +470,9 @@ class _Run:
         self.grouped = 84 * K * x.element_size() // 2 <= shared_memory(x.device)
         self.tiles = SimpleNamespace(
             read_site=dict(row, STAGES=stages, num_warps=warps),
-            read_group=dict(read_group, P=4),
+            read_group=dict(read_group, P=8 if K <= 128 else 4),
             grad_bare=dict(row, num_warps=warps),
-            grad_site=dict(row, C=self.C, STAGES=stages, num_warps=2 * warps if n_head > 1 else warps),
+            grad_site=dict(row, C=self.C, STAGES=stages, num_warps=2 * warps if HB > 1 and HB * K > 1024 else warps),
             grad_group=grad_group,
             grad_query=dict(H=n_head, K=K, C=self.C, **pieces(min(K, 256), 64), TB=64 if K > 64 else 128, num_stages=3))
 
@@ -536,7 +515,7 @@ class _Run:
             self.base, self.first, self.until, carried = old, s, s + len(self.O), True
             read_group[(self.H * triton.cdiv(self.BT, self.tiles.read_group['P']),)](
                 self.V, self.RSTD, self.Q, self.O, self.LSE, s, old, self.BT, self.S, self.NP, self.SP,
-                **self.tiles.read_group, TILES=triton.cdiv(old, self.NB))
+                **self.tiles.read_group)
         # .data, so that modifying one read does not count as modifying the others
         out = self.O[s - self.first].data if carried else self.like.new_empty(self.BT, self.D)
         base = self.base if carried else 0
@@ -578,7 +557,7 @@ class _Run:
                 grad_group[(self.H * self.BT,)](
                     self.V, self.G, self.RSTD, self.Q, self.LSE, self.DELTA, self.PART, self.CSUM, self.DZ,
                     self.far, end, n - c, self.BT, n + 1, self.NP, self.SP, **self.tiles.grad_group,
-                    TILES=triton.cdiv(end - self.far, self.NB), MORE=end < self.end)
+                    MORE=end < self.end)
         grad_site[(self.BT,)](
             self.sources[n], out, do, dlse, self.G, self.RSTD, self.Q, self.LSE, self.DELTA, self.PART, self.CSUM,
             self.DZ, dx, s, low, self.far, n, c, self.BT, self.NP, self.SP, **self.tiles.grad_site,

@@ -113,8 +113,8 @@ class TrainConfig:      # every field is a flag and its comment the flag's help;
 LARGE = dict(n_head=16, n_kv_head=8, block_size=1024, max_steps=20_000, lr=5e-4, eval_every=500, save_every=1000)
 PRESETS = {     # from 100M on the paper's; batch_size * grad_accum is its global batch, split to fit one 80 GB GPU
     'tiny': {},
-    '13M': dict(n_layer=8, n_embd=192, d_ff=576, n_head=6, n_kv_head=3, block_size=512, batch_size=32, max_steps=1000,
-                lr=2e-3, eval_sequences=128),       # for comparisons with seeds: seconds on a large GPU
+    '13M': dict(n_layer=8, n_embd=192, d_ff=576, n_head=6, n_kv_head=3, block_size=512, batch_size=32, max_steps=800,
+                lr=2e-3, eval_every=50, eval_sequences=128),       # for comparisons with seeds: seconds on a large GPU
     '100M': LARGE | dict(n_layer=12, n_embd=512, d_ff=1536, n_head=8, n_kv_head=4, block_size=2048, batch_size=8,
                          grad_accum=8),
     '350M': LARGE | dict(n_layer=24, n_embd=1024, d_ff=4096, batch_size=16, grad_accum=2),
