@@ -46,6 +46,7 @@ class GPTConfig:
     residual: str = 'mhar'          # standard | attnres | mhar | delta | hyper: a key of STREAMS
     n_route_head: int = 0           # H; 0 takes the mode's own: 8 for mhar and delta, 1 for attnres
     route_scale: float = 1.0        # factor on the routing logits
+    embed_scale: float = 1.0        # factor on the embedding (initially 0.02) where it enters the stream
     n_depth_group: int = 8          # delta: groups of ceil(L / n_depth_group) blocks, each one source
     routing: str = 'auto'           # auto | triton | pytorch: which code computes the reads
     norm_eps: float = 1e-6
@@ -236,8 +237,12 @@ def compute_dtype(weight):
 class Embedding(nn.Embedding):
     """Cast once, so that the stream and every source have one dtype (autocast leaves embeddings in fp32)."""
 
+    def __init__(self, config):
+        super().__init__(config.vocab_size, config.n_embd)
+        self.scale = config.embed_scale
+
     def forward(self, idx):
-        return super().forward(idx).to(compute_dtype(self.weight))  # B T D
+        return (super().forward(idx) * self.scale).to(compute_dtype(self.weight))   # B T D
 
 
 def rotate(x, cos, sin):
@@ -335,7 +340,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.stream_class = STREAMS[config.residual]        # replace it to watch or change what is read
-        self.embed = Embedding(config.vocab_size, config.n_embd)
+        self.embed = Embedding(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(config.n_embd, config.norm_eps)
         self.head = Head(config)

@@ -49,6 +49,7 @@ class TrainConfig:      # every field is a flag and its comment the flag's help;
     residual: str = 'mhar'          # what connects the sublayers
     n_route_head: int = 0           # H, routing heads; 0 means 8 for mhar and delta, 1 for attnres
     route_scale: float = 1.0        # factor on the routing logits
+    embed_scale: float = 1.0        # factor on the embedding where it enters the stream
     n_depth_group: int = 8          # of delta: groups of consecutive blocks that are one source each
     routing: str = 'auto'           # which code computes the routing
     dataset: str = 'stdlib'         # folder of token files in data_dir
@@ -97,7 +98,7 @@ class TrainConfig:      # every field is a flag and its comment the flag's help;
                 ('lr', 0 < self.lr < math.inf), ('weight_decay', 0 <= self.weight_decay < math.inf),
                 ('beta1', 0 <= self.beta1 < 1), ('beta2', 0 <= self.beta2 < 1), ('min_lr_ratio', 0 <= self.min_lr_ratio <= 1),
                 ('grad_clip', self.grad_clip >= 0), ('stop_after', self.stop_after >= 0),
-                ('route_scale', math.isfinite(self.route_scale))):
+                ('route_scale', math.isfinite(self.route_scale)), ('embed_scale', 0 < self.embed_scale < math.inf)):
             if not good:
                 raise ValueError(f'{name}={getattr(self, name)} makes no sense')
         if self.warmup < 0:
