@@ -448,10 +448,11 @@ class _Run:
         self.S, self.D, self.H, self.BT, self.eps = S, D, n_head, x.numel() // D, eps
         self.like = x.new_empty(0)                                          # dtype and device of the sources
         self.NP, self.SP = (triton.cdiv(count, 16) * 16 for count in (n_source, S))
-        self.Q = query.detach().to(x.dtype).contiguous()
+        # A copy: aligned, as the units of `place` need it, and unchanged if an optimizer steps before backward.
+        self.Q = query.detach().to(x.dtype, copy=True, memory_format=torch.contiguous_format)
         self.V, self.G = (torch.empty(count, dtype=torch.int64, device=x.device) for count in (n_source, S))
         self.RSTD, self.LSE = self.fp32(self.BT, self.NP), self.fp32(self.BT, n_head, self.SP)
-        self.sources, self.birth = [], []                                   # and the first site that reads each
+        self.birth = []                                 # of each source so far, the first site that reads it
         self.s = self.base = self.until = 0             # sites read; sources carried, for the sites below until
         self.task = None                                                    # the backward pass that is under way
 
@@ -486,10 +487,9 @@ class _Run:
 
     def keep(self, x):
         """Note a source that no site reads on its own (a site notes the newest one on the way)."""
-        n = len(self.sources)
+        n = len(self.birth)
         self.V[n] = (x.data_ptr() - self.Q.data_ptr()) // (16 * x.element_size())      # as `place` says
         self.RSTD[:, n] = torch.rsqrt(x.float().pow(2).mean(-1) + self.eps)
-        self.sources.append(x)
         self.birth.append(self.s)
 
     @classmethod
@@ -503,11 +503,14 @@ class _Run:
         few = (end - s - 1) % cls.NB
         return s + 1 + (few if few <= 2 else 0)
 
-    def read(self, new):
-        """The next site's mix of all sources, BT D; new are those born since the last read, each BT D."""
+    def read(self, new, newest):
+        """
+        The next site's mix of all sources, BT D; new are those born since the last read, each BT D. The caller keeps
+        sources alive: a run is owned by the graph, which would keep them for as long as anybody keeps the loss.
+        """
         for x in new[:-1]:
             self.keep(x)
-        s, n = self.s, len(self.sources) - (not new)                        # n: the newest source
+        s, n = self.s, len(self.birth) - (not new)                          # n: the newest source
         old, carried = n + (not new), s < self.until                        # sources beside a new one
         begins = self.group_starts(s, self.S) or not new                    # or: more such sites are likely to follow
         if begins and old > self.base * carried and self.grouped and self.BT >= self.FEW:
@@ -521,29 +524,33 @@ class _Run:
         base = self.base if carried else 0
         if new or base < old:
             read_site[(self.BT,)](
-                new[-1] if new else self.sources[n], self.V, self.RSTD, self.Q, out, self.LSE, s, base, n,
+                newest, self.V, self.RSTD, self.Q, out, self.LSE, s, base, n,
                 self.NP, self.SP, self.eps, **self.tiles.read_site, CARRY=carried, FRESH=len(new) > 0,
                 SPAN=max(16, triton.next_power_of_2(n - base)))
         if new:
-            self.sources.append(new[-1])
             self.birth.append(s)
         self.s += 1
+        if self.s >= self.until:
+            self.O = None
         return out
 
-    def backward(self, s, n, count, out, do, dlse):
-        """Gradients of the `count` sources up to n that were new at site s; all later sites have been here before."""
+    def backward(self, s, n, new, out, do, dlse):
+        """Gradients of the sources up to n that were new at site s; all later sites have been here before."""
         if self.task != torch._C._current_graph_task_id():                  # a new backward pass
-            self.task, self.end, self.top, self.dos = torch._C._current_graph_task_id(), s + 1, n, []
+            self.task, self.end, self.top, self.alive = torch._C._current_graph_task_id(), s + 1, n, []
             self.DELTA, self.CSUM = torch.empty_like(self.LSE), self.fp32(self.BT, self.H, self.C)
             self.PART = self.like.new_empty(min(self.C, n + 1), self.BT, self.D)
             self.DZ = self.like.new_empty(min(self.C, n + 1), self.BT, self.H, self.SP)
             self.DQ = self.fp32(self.SHARES, self.S, self.D).zero_()
-        self.dos.append(do)                                                 # G holds its address only
-        if count == 0:
+        self.alive += [do, *new]                                            # G and V hold addresses only
+        if not new:
             grad_bare[(self.BT,)](out, do, dlse, self.G, self.Q, self.DELTA, s, self.SP, **self.tiles.grad_bare)
-        return [self.grad_source(s, i, out, do, dlse, fresh=i == n) for i in range(n, n - count, -1)][::-1]
+        dx = [self.grad_source(s, n - i, x, out, do, dlse, fresh=i == 0) for i, x in enumerate(new[::-1])][::-1]
+        if n + 1 == len(new):                                               # source 0 is done, only DQ is needed still
+            del self.alive, self.DELTA, self.CSUM, self.PART, self.DZ
+        return dx
 
-    def grad_source(self, s, n, out, do, dlse, fresh):
+    def grad_source(self, s, n, x, out, do, dlse, fresh):
         c, dx = n % self.C, torch.empty_like(do)
         low = self.birth[n - c]
         # Sites from far on are summed in PART. A group of sources begins with a pass over them; another one adds
@@ -559,7 +566,7 @@ class _Run:
                     self.far, end, n - c, self.BT, n + 1, self.NP, self.SP, **self.tiles.grad_group,
                     MORE=end < self.end)
         grad_site[(self.BT,)](
-            self.sources[n], out, do, dlse, self.G, self.RSTD, self.Q, self.LSE, self.DELTA, self.PART, self.CSUM,
+            x, out, do, dlse, self.G, self.RSTD, self.Q, self.LSE, self.DELTA, self.PART, self.CSUM,
             self.DZ, dx, s, low, self.far, n, c, self.BT, self.NP, self.SP, **self.tiles.grad_site,
             SITES=max(8, triton.next_power_of_2(self.far - low)), CARRY=self.far < self.end, FRESH=fresh)
         if c == 0:
@@ -571,9 +578,8 @@ class _Run:
         return dx
 
     def query_gradient(self):
-        """(S, D), when every source has had its turn; what the backward pass worked in is free then."""
-        dq, self.task = self.DQ.sum(0), None
-        del self.dos, self.DELTA, self.CSUM, self.PART, self.DZ, self.DQ
+        """(S, D), when every source has had its turn."""
+        dq, self.task, self.DQ = self.DQ.sum(0), None, None
         return dq
 
 
@@ -598,23 +604,27 @@ class _Read(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, token, run, *new):
-        ctx.run, ctx.s, ctx.count = run, run.s, len(new)
+    def forward(ctx, token, run, rows, *new):
+        """rows: all sources so far as run.rows gives them, the new ones last."""
+        ctx.run, ctx.s = run, run.s
         ctx.set_materialize_grads(False)
         with torch.cuda.device_of(run.like):
-            out = run.read([run.rows(x.data) for x in new]).view(run.shape) # .data: run must not own the graph it is in
-        ctx.n = len(run.sources) - 1
-        ctx.save_for_backward(out, *new)                                    # so that PyTorch sees if one is modified
+            out = run.read(rows[len(rows) - len(new):], rows[-1]).view(run.shape)
+        ctx.n = len(rows) - 1
+        # new too, although rows share its memory as a rule: so that PyTorch sees if one is modified.
+        ctx.save_for_backward(out, *rows[len(rows) - len(new):], *new)
         return out, run.LSE[:, :, ctx.s].view(*run.shape[:-1], run.H), token.new_empty(0)
 
     @staticmethod
     def backward(ctx, do, dlse, _):
-        run, out = ctx.run, ctx.saved_tensors[0]
+        if torch.is_grad_enabled():                                         # that is how create_graph shows here
+            raise RuntimeError('the kernels have no second derivatives: routing=pytorch has, for create_graph=True')
+        run, (out, *saved) = ctx.run, ctx.saved_tensors
         do = run.like.new_zeros(run.BT, run.D) if do is None else run.rows(do)
         dlse = None if dlse is None else dlse.reshape(-1, run.H).contiguous()
         with torch.cuda.device_of(run.like):
-            dx = run.backward(ctx.s, ctx.n, ctx.count, out.view(-1, run.D), do, dlse)
-        return None, None, *(d.view(run.shape) for d in dx)
+            dx = run.backward(ctx.s, ctx.n, saved[:len(saved) // 2], out.view(-1, run.D), do, dlse)
+        return None, None, None, *(d.view(run.shape) for d in dx)
 
 
 @functools.cache
@@ -645,8 +655,9 @@ class DepthHistory:
     ValueError if H does not divide D, or for a source unlike the first, a site out of order, or one
     source too many.
 
-    Nothing is copied: a source or a read that is modified in place before backward is an error there, as
-    anywhere in PyTorch. So is a history read partly under no_grad.
+    Sources are not copied: one that is modified in place before backward is an error there, as anywhere in
+    PyTorch, and so is a read; under no_grad nobody notices. A history read partly under no_grad is an error. There
+    are no second derivatives.
     """
 
     def __init__(self, query, n_head, eps=1e-6, backend='auto', n_source=None):
@@ -690,11 +701,12 @@ class DepthHistory:
     def read_triton(self, x):
         if self.run is None:
             self.run = _Run(self.query, x, self.n_head, self.n_source, self.eps)
-            self.run.shape = x.shape
+            self.run.shape, self.rows = x.shape, []
             self.token, self.grad = _Open.apply(self.query, self.run), torch.is_grad_enabled()
         if self.grad != torch.is_grad_enabled():
             raise RuntimeError('one depth history is read either with gradients or under no_grad, not both')
-        out, lse, self.token = _Read.apply(self.token, self.run, *self.new)
+        self.rows += [self.run.rows(x.data) for x in self.new]              # .data: no part of the graph
+        out, lse, self.token = _Read.apply(self.token, self.run, self.rows, *self.new)
         self.new = []
         return out, lse
 

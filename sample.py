@@ -430,9 +430,7 @@ def compare(log, base):
 
 def compare_seeds(runs, base):
     """compare() for {seed: run}, each with the baseline's run of the same name: means, and the spread over seeds."""
-    pairs = [compare(log, base[name]) for name, log in runs.items() if name in base]
-    if not pairs:
-        raise ValueError(f'no run is named like one of the first: {", ".join(runs)} and {", ".join(base)}')
+    pairs = [compare(log, base[name]) for name, log in runs.items()]
     if len(pairs) == 1:
         return pairs[0]
     mean = {key: statistics.mean(r[key] for r in pairs) for key in pairs[0] if key != 'reached'}
@@ -440,11 +438,31 @@ def compare_seeds(runs, base):
     return mean | dict(spread=spread, reached=None if None in reached else statistics.mean(reached))
 
 
+def finished_pairs(folder, runs, base):
+    """
+    Those of {seed: run} that the baseline has too and that went as far. A lone run is shown as far as it is.
+    ValueError if none is left.
+    """
+    def last(log):
+        return log[1][-1]['step']
+
+    good = {name: log for name, log in runs.items()
+            if name in base and (len(runs) == 1 or last(log) == last(base[name]))}
+    if not good:
+        raise ValueError(f'{folder} has no run that the first has by that name and to that step: '
+                         f'{", ".join(runs)} against {", ".join(base)}')
+    if len(good) < len(runs):
+        out = ', '.join(sorted(runs.keys() - good.keys()))
+        print(f'{folder}: left out {out}, unfinished or not among the first\'s')
+    return good
+
+
 def report(folders, path):
     """Print the table of compare_seeds() and draw the loss curves, of several seeds their mean."""
     above = os.path.commonpath([os.path.dirname(os.path.abspath(folder)) for folder in folders])
     groups = {os.path.relpath(folder, above): read_runs(folder) for folder in folders}
     first, wide = next(iter(groups.values())), max(8, *map(len, groups))
+    groups = {name: finished_pairs(name, runs, first) for name, runs in groups.items()}
     rows = [compare_seeds(runs, first) for runs in groups.values()]
     print(f'{"val loss":{wide}}  runs   final    tail   paired difference  tokens/s  time to first\'s final  peak GiB')
     for (name, runs), r in zip(groups.items(), rows):
@@ -455,8 +473,9 @@ def report(folders, path):
           '+- standard deviation over evaluations, over seeds if there are several')
 
     def curve(runs, key, unit):
-        evals = zip(*(evals for _, evals in runs.values()))
-        return [tuple(statistics.mean(r[k] for r in at) / u for k, u in ((key, unit), ('val_loss', 1))) for at in evals]
+        by_step = [{r['step']: r for r in evals} for _, evals in runs.values()]
+        return [tuple(statistics.mean(log[step][k] for log in by_step) / u for k, u in ((key, unit), ('val_loss', 1)))
+                for step in by_step[0] if all(step in log for log in by_step)]
 
     hours = max(evals[-1]['elapsed'] for runs in groups.values() for _, evals in runs.values()) > 7200
     axes = ('tokens', 1e6, 'million tokens'), ('elapsed', 3600 if hours else 60, 'hours' if hours else 'minutes')

@@ -338,6 +338,41 @@ def test_what_backward_needs_may_not_be_modified(kernels, which):
             loss.backward()
 
 
+@pytest.mark.parametrize('first, D', [(1, 40), (1, 32)])
+def test_a_query_that_is_a_slice_and_changes_before_backward(kernels, first, D):
+    """The kernels take it as it was when the first site read."""
+    plan, (query, sources, douts) = 'ararar', history_case('ararar', 2, D)
+    expected = gradients(reads(plan, query, sources, 2, 'pytorch'), query, sources, douts)
+    whole = torch.zeros(4 + len(query), D, device=DEVICE)
+    whole[first:first + len(query)] = query.detach()
+    part = whole[first:first + len(query)].requires_grad_()
+    out = reads(plan, part, sources, 2)
+    with torch.no_grad():
+        whole.mul_(2)
+    assert_close(gradients(out, part, sources, douts), expected)
+
+
+def test_second_derivatives_are_refused(kernels):
+    query, sources, _ = history_case('arar', 2, 16)
+    with pytest.raises(RuntimeError, match='no second derivatives'):
+        torch.autograd.grad(reads('arar', query, sources, 1)[1].sum(), query, create_graph=True)
+
+
+def test_backward_frees_what_only_it_needed(kernels):
+    """Also while somebody keeps the loss, and with a query that is not trained."""
+    query, sources, _ = history_case('arar', 2, 16)
+    history = DepthHistory(query.detach(), 1, backend='triton')
+    first, run = sources[0] * 2, None
+    memory = weakref.ref(first.untyped_storage())
+    history.append(first)
+    history.append(torch.tanh(history.read(0)))
+    loss, run = history.read(1).sum(), history.run
+    del history, first
+    assert memory() is not None
+    loss.backward()
+    assert memory() is None and not hasattr(run, 'PART')
+
+
 def test_nothing_outlives_a_history(kernels):
     """No reference cycle runs through the graph, where Python's collector could not see it."""
     query, sources, douts = history_case('arar', 2, 16)
@@ -1343,13 +1378,15 @@ def test_report_matches_figures_computed_by_hand(tmp_path, capsys):
 
 
 def test_report_pairs_seeds_by_name(tmp_path, capsys):
-    for name, loss in {'base/1': 3.0, 'base/2': 4.0, 'other/1': 2.9, 'other/2': 3.7, 'other/9': 1.0}.items():
+    for name, loss in {'base/1': 3.0, 'base/2': 4.0, 'base/3': 3.0, 'other/1': 2.9, 'other/2': 3.7, 'other/9': 1.0,
+                       'other/3': 9.0}.items():
         (tmp_path / name).mkdir(parents=True)
-        record = dict(step=1, val_loss=loss, elapsed=1.0, tokens=10)
+        record = dict(step=4 if name == 'other/3' else 8, val_loss=loss, elapsed=1.0, tokens=10)
         (tmp_path / name / 'log.jsonl').write_text(json.dumps(record) + '\n')
     sample.main(['--report', f'{tmp_path}/base', f'{tmp_path}/other', f'--svg={tmp_path}/x.svg'])
-    row = capsys.readouterr().out.split('other')[1]
-    assert '-0.2000 +- 0.1414' in row and '3.3000' in row           # the mean of -0.1 and -0.3; 9 has no partner
+    out = capsys.readouterr().out
+    assert 'left out 3, 9' in out                                   # one is at half its way, one has no partner
+    assert '2  3.3000' in out and '-0.2000 +- 0.1414' in out        # the mean of -0.1 and -0.3
 
 
 def test_grid_shows_a_weight_of_one_and_svg_escapes(tmp_path):

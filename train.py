@@ -160,7 +160,12 @@ def origin_flags(given, run):
 
 def check_origin(cfg, origin, meta):
     """ValueError names what keeps the weights of the checkpoint `origin` from being those of this run's model."""
-    path, had = cfg.init_from, origin['meta']
+    path = cfg.init_from
+    try:
+        had, config, _ = origin['meta'], GPTConfig(**origin['config']), origin['model'].keys()
+        had['tokenizer'], had['vocab_size']
+    except (KeyError, TypeError, AttributeError) as e:
+        raise ValueError(f'{path} is not a checkpoint of this train.py: {e}') from e
     for key in 'tokenizer', 'vocab_size':
         if had[key] != meta[key]:
             raise ValueError(f'{key} is {had[key]} in {path}, but {meta[key]} in {cfg.data_dir}/{cfg.dataset}')
