@@ -135,7 +135,7 @@ def delta_site(x, y, g, out, lse, z0, null, alpha):
     All that a delta site does besides its history's read and its norm, in one function: compiled, each row moves once.
 
     x, y, g: the stream, the newest output and its group's sum so far, B T D (y or g may be None); out, lse:
-    the history's read, B T D and B T H; z0, null: the null source and its logits, D and H. Two reads merge
+    the history's read, B T D and B T H; z0, null: the null source's logits and itself, H and D. Two reads merge
     like two sources whose logits are the log-sum-exps. Returns x + y, g + y and x + y + alpha * read.
     """
     x, g = x if y is None else x + y, g if g is None else g + y

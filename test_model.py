@@ -232,7 +232,7 @@ def test_kernels_for_any_width_and_depth(kernels, plan, D, H, dtype):
     check_kernels(plan, *((3, 67) if CUDA else (1, 3)), D, H=H, dtype=dtype)
 
 
-@pytest.mark.parametrize('plan', ['arr' * 5 + 'rrr', 'aar' * 6 + 'aaaaaaaaar', 'aaarrarraraar', 'aarra'])
+@pytest.mark.parametrize('plan', ['arr' * 5 + 'rrr', ('a' + 'r' * 7) * 4, 'aar' * 6 + 'aaaaaaaaar', 'aaarrarraraar', 'aarra'])
 def test_sites_without_a_new_source_and_with_several(kernels, plan):
     check_kernels(plan, *((5, 31) if CUDA else (2,)), 32, H=2)
 
@@ -311,7 +311,7 @@ def test_backward_twice(kernels):
 
 def test_a_backward_that_was_interrupted_leaves_nothing_behind(kernels):
     query, sources, douts = history_case('arararar', 2, 16)
-    expected = gradients(reads('arararar', query, sources, 1), query, sources, douts)
+    expected = gradients(reads('arararar', query, sources, 1)[:2], query, sources, douts[:2])
     out = reads('arararar', query, sources, 1)
 
     def fail(grad):
@@ -321,7 +321,7 @@ def test_a_backward_that_was_interrupted_leaves_nothing_behind(kernels):
     with pytest.raises(ZeroDivisionError):
         torch.autograd.grad(out, [query, *sources], douts, retain_graph=True)
     handle.remove()
-    assert all(map(torch.equal, gradients(out, query, sources, douts), expected))
+    assert_close(gradients(out[:2], query, sources, douts[:2]), expected)     # nothing of the later sites, seen before
 
 
 @pytest.mark.parametrize('which', ['source', 'read'])
@@ -495,6 +495,15 @@ def test_at_initialisation_every_mode_is_the_standard_model(residual):
     models = [fresh(mode, norm_eps=1e-12, n_embd=256).double() for mode in ('standard', residual)]
     a, b = (model(tokens(2, 16)) for model in models)
     assert (a - b).abs().max() < 1e-8 and a.std() > 0.1
+
+
+def test_embed_scale_changes_only_what_enters_the_stream():
+    """The logits come from the tied matrix as it is."""
+    idx = tokens(2, 5)
+    plain, scaled = fresh('standard').double(), fresh('standard', embed_scale=3.0).double()
+    assert_close(scaled.embed(idx), 3 * plain.embed(idx))
+    assert torch.equal(scaled.head(plain.embed(idx)), plain.head(plain.embed(idx)))
+    assert not torch.allclose(scaled(idx), plain(idx))
 
 
 @pytest.mark.parametrize('H', [1, 2, 8])
