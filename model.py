@@ -7,8 +7,8 @@ per-head q/k norm, SwiGLU, tied embeddings, no biases, no dropout.
 In a standard transformer each sublayer reads the running sum of all earlier outputs. Here
 it reads from a *stream*, an object with two methods,
 
-    x = stream.read(norm)   what the next sublayer consumes, normalised by its own norm     B T D
-    stream.append(y)        hand over a sublayer's output                                   B T D
+    x = stream.read()       what the next sublayer consumes, divided by its RMS     B T D
+    stream.append(y)        hand over a sublayer's output                           B T D
 
 so GPT.forward is one loop for every residual mode:
 
@@ -31,7 +31,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from routing_kernel import DepthHistory, route_logits, upcast
+from routing_kernel import DepthHistory, rms_norm, route_logits, upcast
 
 
 @dataclass
@@ -68,19 +68,6 @@ class GPTConfig:
                                  f'n_head={self.n_head} (even head width), n_kv_head={self.n_kv_head}')
 
 
-# ---- norms
-
-class RMSNorm(nn.Module):
-    def __init__(self, width, eps):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x):
-        y = upcast(x)
-        return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight).to(x.dtype)
-
-
 # ---- streams: the residual modes. A new one needs parameters(), read() and append(), and a line in STREAMS.
 
 class RunningSum:
@@ -94,10 +81,10 @@ class RunningSum:
         return {}
 
     def __init__(self, x, p, config):
-        self.x = x                                                  # B T D
+        self.x, self.eps = x, config.norm_eps                       # B T D
 
-    def read(self, norm):
-        return norm(self.x)
+    def read(self):
+        return rms_norm(self.x, self.eps)
 
     def append(self, y):
         self.x = self.x + y
@@ -122,28 +109,28 @@ class DepthAttention:
         """What the latest site has read from, for who wants to look: a list of B T D."""
         return list(self.history.sources)
 
-    def read(self, norm):
+    def read(self):
         self.site += 1
-        return norm(self.history.read(self.site))
+        return self.history.read(self.site, norm=True)
 
     def append(self, y):
         self.history.append(y)
 
 
-def delta_site(x, y, g, out, lse, z0, null, alpha):
+def delta_site(x, y, g, out, lse, z0, null, alpha, eps):
     """
-    All that a delta site does besides its history's read and its norm, in one function: compiled, each row moves once.
+    All that a delta site does besides its history's read, in one function: compiled, each row moves once.
 
     x, y, g: the stream, the newest output and its group's sum so far, B T D (y or g may be None); out, lse:
     the history's read, B T D and B T H; z0, null: the null source's logits and itself, H and D. Two reads merge
-    like two sources whose logits are the log-sum-exps. Returns x + y, g + y and x + y + alpha * read.
+    like two sources whose logits are the log-sum-exps. Returns x + y, g + y and rms_norm(x + y + alpha * read).
     """
     x, g = x if y is None else x + y, g if g is None else g + y
     w = torch.sigmoid(z0 - lse)[..., None]                          # B T H 1    the null source's weight
     out, null = (upcast(s).unflatten(-1, (len(z0), -1)) for s in (out, null))       # H K
     read = (alpha * (1 - w)) * out + (alpha * w) * null
     # One rounding, so that with alpha = 0 this is x: a closed gate leaves the standard model bit for bit.
-    return x, g, (upcast(x) + read.flatten(-2)).to(x.dtype)
+    return x, g, rms_norm((upcast(x) + read.flatten(-2)).to(x.dtype), eps)
 
 
 class GatedDepthAttention(DepthAttention):
@@ -167,23 +154,23 @@ class GatedDepthAttention(DepthAttention):
         null = p['null'].to(x.dtype)                                # a source like the others
         z0 = route_logits(self.history.query, [null], config.n_route_head, config.norm_eps)[0]      # S H
         self.gates = list(zip(z0, null, p['alpha']))                # one unbind: a backward for all sites at once
-        self.x, self.y, self.g = x, None, None
+        self.x, self.y, self.g, self.eps = x, None, None, config.norm_eps
 
     def sources(self):
         return [self.gates[self.site][1].expand_as(self.x)] + super().sources()
 
-    def read(self, norm):
+    def read(self):
         self.site += 1
         y, g = self.y, self.g
         if self.site == len(self.gates):
-            return norm(self.x + y)
+            return rms_norm(self.x + y, self.eps)
         if self.site % self.size == 0 and self.site > 0:            # y was the last of its group
             self.history.append(g + y)
             g = None
         out, lse = self.history.read(self.site, lse=True)
-        self.x, g, h = self.site_step(self.x, y, g, out, lse, *self.gates[self.site])
+        self.x, g, h = self.site_step(self.x, y, g, out, lse, *self.gates[self.site], self.eps)
         self.g = y if self.site % self.size == 1 else g             # the first of a group is its sum so far
-        return norm(h)
+        return h
 
     def append(self, y):
         self.y = y                                                  # added by the next read, where it is in registers
@@ -207,14 +194,14 @@ class HyperConnections:
 
     def __init__(self, x, p, config):
         self.x = torch.stack([x] * 4, dim=-2)                       # B T n D
-        self.sites, self.site = list(zip(p['read'], p['mix'], p['write'])), -1
+        self.sites, self.site, self.eps = list(zip(p['read'], p['mix'], p['write'])), -1, config.norm_eps
 
-    def read(self, norm):
+    def read(self):
         self.site += 1
         x = upcast(self.x)
         if self.site < len(self.sites):
             x = x * self.sites[self.site][0][:, None]
-        return norm(x.sum(-2).to(self.x.dtype))
+        return rms_norm(x.sum(-2).to(self.x.dtype), self.eps)
 
     def append(self, y):
         _, mix, write = self.sites[self.site]
@@ -245,6 +232,33 @@ class Embedding(nn.Embedding):
         return (super().forward(idx) * self.scale).to(compute_dtype(self.weight))   # B T D
 
 
+class RMSNorm(nn.Module):
+    def __init__(self, width, eps):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x):
+        return (rms_norm(upcast(x), self.eps) * self.weight).to(x.dtype)
+
+
+class GainLinear(nn.Linear):
+    """
+    A linear map with the gain of the norm before it: W (gain * x) = (W * gain) x. On W the gain rides along with the
+    conversion to 16 bits, and its gradient sums over the weights instead of over all positions. For a few positions,
+    as in generation, x is the smaller one to scale.
+    """
+
+    def __init__(self, n_in, n_out):
+        super().__init__(n_in, n_out, bias=False)
+        self.gain = nn.Parameter(torch.ones(n_in))
+
+    def forward(self, x):
+        if 4 * x.numel() < self.weight.numel():
+            return F.linear(x * self.gain, self.weight)
+        return F.linear(x, self.weight * self.gain)
+
+
 def rotate(x, cos, sin):
     """Rotary position embedding: x is B heads T hd, cos and sin are T hd/2. Keeps x's dtype."""
     a, b = upcast(x).chunk(2, dim=-1)
@@ -258,7 +272,7 @@ class Attention(nn.Module):
         self.widths = [n * self.head_dim for n in (config.n_head, config.n_kv_head, config.n_kv_head)]
         self.q_norm = RMSNorm(self.head_dim, config.norm_eps)
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps)
-        self.qkv = nn.Linear(config.n_embd, sum(self.widths), bias=False)
+        self.qkv = GainLinear(config.n_embd, sum(self.widths))
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
     def forward(self, x, cos, sin, cache=None):
@@ -276,7 +290,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.up = nn.Linear(config.n_embd, 2 * config.d_ff, bias=False)     # gate and value in one matrix
+        self.up = GainLinear(config.n_embd, 2 * config.d_ff)        # gate and value in one matrix
         self.down = nn.Linear(config.d_ff, config.n_embd, bias=False)
 
     def forward(self, x):
@@ -285,13 +299,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Two sublayers and the norm of what each reads; the stream applies it, as part of its read."""
-
     def __init__(self, config):
         super().__init__()
-        self.attn_norm = RMSNorm(config.n_embd, config.norm_eps)
         self.attn = Attention(config)
-        self.mlp_norm = RMSNorm(config.n_embd, config.norm_eps)
         self.mlp = MLP(config)
 
 
@@ -300,7 +310,7 @@ class Head(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.linear = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.linear = GainLinear(config.n_embd, config.vocab_size)
 
     def forward(self, x, targets=None):
         logits = self.linear(x)                          # B T V
@@ -342,7 +352,6 @@ class GPT(nn.Module):
         self.stream_class = STREAMS[config.residual]        # replace it to watch or change what is read
         self.embed = Embedding(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.norm = RMSNorm(config.n_embd, config.norm_eps)
         self.head = Head(config)
         self.head.linear.weight = self.embed.weight
         self.stream = nn.ParameterDict(self.stream_class.parameters(config))
@@ -350,12 +359,12 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """Norm gains 1, the stream's parameters as their class says, every matrix N(0, 0.02)."""
+        """Gains 1, the stream's parameters as their class says, every matrix N(0, 0.02)."""
         stream = self.stream_class.parameters(self.config)
         for name, p in self.named_parameters():
             if name.startswith('stream.'):
                 p.copy_(stream[name.removeprefix('stream.')])
-            elif 'norm' in name:
+            elif p.ndim == 1:
                 p.fill_(1.0)
             else:
                 p.normal_(0.0, 0.02)
@@ -379,9 +388,9 @@ class GPT(nn.Module):
 
         stream = self.stream_class(self.embed(idx), self.stream, self.config)
         for block in self.blocks:
-            stream.append(block.attn(stream.read(block.attn_norm), cos, sin, cache))
-            stream.append(block.mlp(stream.read(block.mlp_norm)))
-        out = self.head(stream.read(self.norm), targets)
+            stream.append(block.attn(stream.read(), cos, sin, cache))
+            stream.append(block.mlp(stream.read()))
+        out = self.head(stream.read(), targets)
 
         if cache is not None:
             cache.start += T
@@ -395,7 +404,7 @@ class GPT(nn.Module):
         stream = self.stream_class
         if getattr(stream, 'one_graph', False):
             return self.compile()
-        for part in [self.embed, *(m for block in self.blocks for m in block.children()), self.norm, self.head]:
+        for part in [self.embed, *(m for block in self.blocks for m in block.children()), self.head]:
             part.compile()
         if hasattr(stream, 'site_step'):
             compiled = staticmethod(torch.compile(stream.site_step))

@@ -38,6 +38,12 @@ def upcast(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def rms_norm(x, eps=1e-6):
+    """x, ... D, divided by its root mean square; computed in fp32 or wider, rounded once."""
+    y = upcast(x)
+    return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
 def route_logits(query, sources, n_head, eps=1e-6):
     """
     How well one site's query matches each source.
@@ -49,9 +55,8 @@ def route_logits(query, sources, n_head, eps=1e-6):
     D = query.shape[-1]
     if n_head < 1 or D % n_head:
         raise ValueError(f'{n_head} routing heads do not divide the width {D}')
-    s = upcast(torch.stack(sources))                                        # N ... D
-    k = s * torch.rsqrt(s.pow(2).mean(-1, keepdim=True) + eps)              # RMS over the full row, then sliced
-    q = query.to(sources[0].dtype).to(s.dtype)                              # rounded as autocast rounds a weight
+    k = rms_norm(upcast(torch.stack(sources)), eps)                         # N ... D    over the full row, then sliced
+    q = query.to(sources[0].dtype).to(k.dtype)                              # rounded as autocast rounds a weight
     return (q * k).unflatten(-1, (n_head, -1)).sum(-1)                      # N ... H    <q[h], k_n[h]>
 
 
@@ -75,6 +80,7 @@ def route(query, sources, n_head, eps=1e-6):
 # or stacked. The table V (N) says where the sources lie, see `place`. Buffers are row-major:
 #   Q    (S, D)       effective queries    LSE  (BT, H, S)   log-sum-exp of each site's logits
 #   RSTD (BT, N)      1 / RMS of each source's row           (N and S padded to multiples of 16 in RSTD and LSE)
+#   NORM (S, BT)      1 / RMS of each read, where its consumer wants it normalised: OUT then holds the read times NORM
 #
 # Tiles need powers of two and K is often none, so a head's slice is held as a tuple of equal pieces,
 # `PARTS` of KW columns (K = 160 is 5 x 32, with no lane idle). In the group kernels each of W warps has its own.
@@ -163,7 +169,7 @@ def mix(acc, scale, rows, weights, W: tl.constexpr, PARTS: tl.constexpr):
 
 
 @jit(do_not_specialize=['s', 'base', 'n'])
-def read_site(X, V, RSTD, Q, OUT, LSE, s, base, n, NP, SP, eps,
+def read_site(X, V, RSTD, Q, OUT, LSE, NORM, s, base, n, BT, NP, SP, eps,
               H: tl.constexpr, K: tl.constexpr, HB: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr,
               SPAN: tl.constexpr, STAGES: tl.constexpr, CARRY: tl.constexpr, FRESH: tl.constexpr):
     """
@@ -204,7 +210,12 @@ def read_site(X, V, RSTD, Q, OUT, LSE, s, base, n, NP, SP, eps,
     if FRESH:
         tl.store(V + n, place(X, Q), mask=t == 0)
         tl.store(RSTD + t * NP + n, r)
-    store_parts(OUT + t * D + head, k, mk, acc, (1.0 / l)[:, None], K, KW, PARTS, EVEN)
+    scale = 1.0 / l
+    if NORM is not None:
+        norm = tl.rsqrt(tl.sum(inner(acc, acc, PARTS) * scale * scale) / D + eps)
+        tl.store(NORM + s * (BT + t * 0) + t, norm)
+        scale *= norm
+    store_parts(OUT + t * D + head, k, mk, acc, scale[:, None], K, KW, PARTS, EVEN)
     tl.store(LSE + (t * H + h) * SP + s, m + tl.log(l), mask=mh)
 
 
@@ -256,24 +267,37 @@ def read_group(V, RSTD, Q, OUT, LSE, s, n, BT, S, NP, SP,
 #
 #   dv  = sum_s w do  +  r sum_s dz q  -  r^2 / D (sum_s,h dz z) v
 #
+# If the read is normalised, y = norm out, then out's gradient is made of y's first, do = norm (dy - <dy, y> y / D).
+#
 # The table G (S) says where the do of each site lies. More buffers: DELTA (BT, H, S); for the C sources of a group
 # PART (C, BT, D) and CSUM (BT, H, C), the sums over far sites, those that one pass serves; DZ (C, BT, H, S) = dz r.
 
 @jit
-def meet(do, OUT, DO, DLSE, G, Q, DELTA, t, s, at, head, k, mk, h, mh, H: tl.constexpr,
+def meet(OUT, DY, DO, DLSE, NORM, G, Q, DELTA, s, t, BT, at, head, k, mk, h, mh, H: tl.constexpr,
          K: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr):
-    """Site s in backward, seen for the first time: its delta, kept in DELTA, and its do, entered in G."""
-    out = load_parts(OUT + t * (H * K) + head, k, mk, K, KW, PARTS, EVEN, False)
+    """Site s in backward, seen for the first time: its do, entered in G, and its delta, kept in DELTA."""
+    row = t * (H * K) + head
+    out = load_parts(OUT + row, k, mk, K, KW, PARTS, EVEN, False)
+    do = load_parts(DY + row, k, mk, K, KW, PARTS, EVEN, False)
+    if NORM is not None:
+        norm = tl.load(NORM + s * (BT + t * 0) + t)
+        dy, do = do, ()
+        mean = tl.sum(inner(dy, out, PARTS)) / (H * K)
+        for j in tl.static_range(PARTS):
+            do = do + ((norm * (dy[j].to(tl.float32) - mean * out[j])).to(DO.dtype.element_ty),)
+        store_parts(DO + row, k, mk, do, 1.0, K, KW, PARTS, EVEN)
     delta = inner(do, out, PARTS)
+    if NORM is not None:
+        delta /= norm
     if DLSE is not None:
         delta -= tl.load(DLSE + t * H + h, mask=mh, other=0.0)
     tl.store(G + s, place(DO, Q), mask=t == 0)
     tl.store(DELTA + at + s, delta, mask=mh)
-    return delta
+    return do, delta
 
 
 @jit(do_not_specialize=['s'])
-def grad_bare(OUT, DO, DLSE, G, Q, DELTA, s, SP,
+def grad_bare(OUT, DY, DO, DLSE, NORM, G, Q, DELTA, s, BT, SP,
               H: tl.constexpr, K: tl.constexpr, HB: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr):
     """One position of a site at which no source was born."""
     EVEN: tl.constexpr = K == KW * PARTS
@@ -282,12 +306,11 @@ def grad_bare(OUT, DO, DLSE, G, Q, DELTA, s, SP,
     mh = h < H
     k = tl.broadcast_to(tl.arange(0, KW)[None, :], [HB, KW])
     head, mk = (h * K)[:, None], mh[:, None]
-    do = load_parts(DO + t * (H * K) + head, k, mk, K, KW, PARTS, EVEN, False)
-    meet(do, OUT, DO, DLSE, G, Q, DELTA, t, s, (t * H + h) * SP, head, k, mk, h, mh, H, K, KW, PARTS, EVEN)
+    meet(OUT, DY, DO, DLSE, NORM, G, Q, DELTA, s, t, BT, (t * H + h) * SP, head, k, mk, h, mh, H, K, KW, PARTS, EVEN)
 
 
 @jit(do_not_specialize=['s', 'low', 'end', 'n', 'c'])
-def grad_site(X, OUT, DO, DLSE, G, RSTD, Q, LSE, DELTA, PART, CSUM, DZ, DX, s, low, end, n, c, BT, NP, SP,
+def grad_site(X, OUT, DY, DO, DLSE, NORM, G, RSTD, Q, LSE, DELTA, PART, CSUM, DZ, DX, s, low, end, n, c, BT, NP, SP,
               H: tl.constexpr, K: tl.constexpr, HB: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr,
               C: tl.constexpr, SITES: tl.constexpr, STAGES: tl.constexpr, CARRY: tl.constexpr, FRESH: tl.constexpr):
     """
@@ -308,7 +331,6 @@ def grad_site(X, OUT, DO, DLSE, G, RSTD, Q, LSE, DELTA, PART, CSUM, DZ, DX, s, l
     sites = low + tl.arange(0, SITES)
     places = tl.load(G + sites, mask=(sites > s) & (sites < end), other=0)
     v = load_parts(X + t * D + head, k, mk, K, KW, PARTS, EVEN, False)     # PARTS x (HB KW)
-    do = load_parts(DO + t * D + head, k, mk, K, KW, PARTS, EVEN, False)
     q = load_parts(Q + s * D + head, k, mk, K, KW, PARTS, EVEN, True)
     r = tl.load(RSTD + t * NP + n)
     lse = tl.load(LSE + at + s, mask=mh, other=0.0)
@@ -316,12 +338,15 @@ def grad_site(X, OUT, DO, DLSE, G, RSTD, Q, LSE, DELTA, PART, CSUM, DZ, DX, s, l
         part = load_parts(PART + (c * BT + t) * D + head, k, mk, K, KW, PARTS, EVEN, False)
         csum = tl.load(CSUM + (t * H + h) * C + c, mask=mh, other=0.0)
     if FRESH:
-        delta = meet(do, OUT, DO, DLSE, G, Q, DELTA, t, s, at, head, k, mk, h, mh, H, K, KW, PARTS, EVEN)
+        do, delta = meet(OUT, DY, DO, DLSE, NORM, G, Q, DELTA, s, t, BT, at, head, k, mk, h, mh, H, K, KW, PARTS, EVEN)
     else:
+        do = load_parts(DO + t * D + head, k, mk, K, KW, PARTS, EVEN, False)
         delta = tl.load(DELTA + at + s, mask=mh, other=0.0)
     z = inner(v, q, PARTS) * r
     w = tl.exp(z - lse)
     dz = w * (inner(v, do, PARTS) - delta)
+    if FRESH and DLSE is None:
+        dz = tl.where(n == 0, 0.0, dz)                                      # the only source: no rounding may move q
     zsum = dz * z                                                           # HB: sum_s dz z
     dz *= r
     tl.store(DZ + at + s, dz.to(DZ.dtype.element_ty), mask=mh)
@@ -452,6 +477,7 @@ class _Run:
         self.Q = query.detach().to(x.dtype, copy=True, memory_format=torch.contiguous_format)
         self.V, self.G = (torch.empty(count, dtype=torch.int64, device=x.device) for count in (n_source, S))
         self.RSTD, self.LSE = self.fp32(self.BT, self.NP), self.fp32(self.BT, n_head, self.SP)
+        self.NORM = self.fp32(S, self.BT)
         self.birth = []                                 # of each source so far, the first site that reads it
         self.s = self.base = self.until = 0             # sites read; sources carried, for the sites below until
         self.task = None                                                    # the backward pass that is under way
@@ -503,10 +529,11 @@ class _Run:
         few = (end - s - 1) % cls.NB
         return s + 1 + (few if few <= 2 else 0)
 
-    def read(self, new, newest):
+    def read(self, new, newest, norm):
         """
-        The next site's mix of all sources, BT D; new are those born since the last read, each BT D. The caller keeps
-        sources alive: a run is owned by the graph, which would keep them for as long as anybody keeps the loss.
+        The next site's mix of all sources, BT D, normalised with norm; new are the sources born since the last read,
+        each BT D. The caller keeps them alive: a run is owned by the graph, which would keep them for as long as
+        anybody keeps the loss.
         """
         for x in new[:-1]:
             self.keep(x)
@@ -524,9 +551,13 @@ class _Run:
         base = self.base if carried else 0
         if new or base < old:
             read_site[(self.BT,)](
-                newest, self.V, self.RSTD, self.Q, out, self.LSE, s, base, n,
-                self.NP, self.SP, self.eps, **self.tiles.read_site, CARRY=carried, FRESH=len(new) > 0,
+                newest, self.V, self.RSTD, self.Q, out, self.LSE, self.NORM if norm else None, s, base, n,
+                self.BT, self.NP, self.SP, self.eps, **self.tiles.read_site, CARRY=carried, FRESH=len(new) > 0,
                 SPAN=max(16, triton.next_power_of_2(n - base)))
+        elif norm:
+            x = out.float()
+            self.NORM[s] = torch.rsqrt(x.pow(2).mean(-1) + self.eps)
+            out = (x * self.NORM[s][:, None]).to(out.dtype)
         if new:
             self.birth.append(s)
         self.s += 1
@@ -534,7 +565,7 @@ class _Run:
             self.O = None
         return out
 
-    def backward(self, s, n, new, out, do, dlse):
+    def backward(self, s, n, new, out, dy, dlse, norm):
         """Gradients of the sources up to n that were new at site s; all later sites have been here before."""
         if self.task != torch._C._current_graph_task_id():                  # a new backward pass
             self.task, self.end, self.top, self.alive = torch._C._current_graph_task_id(), s + 1, n, []
@@ -542,16 +573,18 @@ class _Run:
             self.PART = self.like.new_empty(min(self.C, n + 1), self.BT, self.D)
             self.DZ = self.like.new_empty(min(self.C, n + 1), self.BT, self.H, self.SP)
             self.DQ = self.fp32(self.SHARES, self.S, self.D).zero_()
+        do = torch.empty_like(dy) if norm else dy
         self.alive += [do, *new]                                            # G and V hold addresses only
+        site = out, dy, do, dlse, self.NORM if norm else None, self.G
         if not new:
-            grad_bare[(self.BT,)](out, do, dlse, self.G, self.Q, self.DELTA, s, self.SP, **self.tiles.grad_bare)
-        dx = [self.grad_source(s, n - i, x, out, do, dlse, fresh=i == 0) for i, x in enumerate(new[::-1])][::-1]
+            grad_bare[(self.BT,)](*site, self.Q, self.DELTA, s, self.BT, self.SP, **self.tiles.grad_bare)
+        dx = [self.grad_source(s, n - i, x, site, fresh=i == 0) for i, x in enumerate(new[::-1])][::-1]
         if n + 1 == len(new):                                               # source 0 is done, only DQ is needed still
             del self.alive, self.DELTA, self.CSUM, self.PART, self.DZ
         return dx
 
-    def grad_source(self, s, n, x, out, do, dlse, fresh):
-        c, dx = n % self.C, torch.empty_like(do)
+    def grad_source(self, s, n, x, site, fresh):
+        c, dx = n % self.C, torch.empty_like(x)
         low = self.birth[n - c]
         # Sites from far on are summed in PART. A group of sources begins with a pass over them; another one adds
         # to it when sites without a source have made the near ones many.
@@ -566,8 +599,7 @@ class _Run:
                     self.far, end, n - c, self.BT, n + 1, self.NP, self.SP, **self.tiles.grad_group,
                     MORE=end < self.end)
         grad_site[(self.BT,)](
-            x, out, do, dlse, self.G, self.RSTD, self.Q, self.LSE, self.DELTA, self.PART, self.CSUM,
-            self.DZ, dx, s, low, self.far, n, c, self.BT, self.NP, self.SP, **self.tiles.grad_site,
+            x, *site, self.RSTD, self.Q, self.LSE, self.DELTA, self.PART, self.CSUM, self.DZ, dx, s, low, self.far, n, c, self.BT, self.NP, self.SP, **self.tiles.grad_site,
             SITES=max(8, triton.next_power_of_2(self.far - low)), CARRY=self.far < self.end, FRESH=fresh)
         if c == 0:
             sites, columns = self.end - low, self.tiles.grad_query['KW'] * self.tiles.grad_query['PARTS']
@@ -604,27 +636,27 @@ class _Read(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, token, run, rows, *new):
-        """rows: all sources so far as run.rows gives them, the new ones last."""
-        ctx.run, ctx.s = run, run.s
+    def forward(ctx, token, run, rows, norm, *new):
+        """rows: all sources so far as run.rows gives them, the new ones last; norm: whether to normalise the read."""
+        ctx.run, ctx.s, ctx.norm = run, run.s, norm
         ctx.set_materialize_grads(False)
         with torch.cuda.device_of(run.like):
-            out = run.read(rows[len(rows) - len(new):], rows[-1]).view(run.shape)
+            out = run.read(rows[len(rows) - len(new):], rows[-1], norm).view(run.shape)
         ctx.n = len(rows) - 1
         # new too, although rows share its memory as a rule: so that PyTorch sees if one is modified.
         ctx.save_for_backward(out, *rows[len(rows) - len(new):], *new)
         return out, run.LSE[:, :, ctx.s].view(*run.shape[:-1], run.H), token.new_empty(0)
 
     @staticmethod
-    def backward(ctx, do, dlse, _):
+    def backward(ctx, dy, dlse, _):
         if torch.is_grad_enabled():                                         # that is how create_graph shows here
             raise RuntimeError('the kernels have no second derivatives: routing=pytorch has, for create_graph=True')
         run, (out, *saved) = ctx.run, ctx.saved_tensors
-        do = run.like.new_zeros(run.BT, run.D) if do is None else run.rows(do)
+        dy = run.like.new_zeros(run.BT, run.D) if dy is None else run.rows(dy)
         dlse = None if dlse is None else dlse.reshape(-1, run.H).contiguous()
         with torch.cuda.device_of(run.like):
-            dx = run.backward(ctx.s, ctx.n, saved[:len(saved) // 2], out.view(-1, run.D), do, dlse)
-        return None, None, None, *(d.view(run.shape) for d in dx)
+            dx = run.backward(ctx.s, ctx.n, saved[:len(saved) // 2], out.view(-1, run.D), dy, dlse, ctx.norm)
+        return None, None, None, None, *(d.view(run.shape) for d in dx)
 
 
 @functools.cache
@@ -679,10 +711,11 @@ class DepthHistory:
         self.sources.append(source)
         self.new.append(source)
 
-    def read(self, site, lse=False):
+    def read(self, site, norm=False, lse=False):
         """
-        What site reads, ... D: the softmax-weighted mix of all sources so far (see route). With lse also the
-        log-sum-exp of its logits, ... H in fp32: two reads merge like two sources with these as logits.
+        What site reads, ... D: the softmax-weighted mix of all sources so far (see route); with norm, the rms_norm
+        of that. With lse also the log-sum-exp of its logits, ... H in fp32: two reads merge like two sources with
+        these as logits.
         """
         if site != self.site or not self.sources:
             raise ValueError(f'site {site} reads after {self.site} sites and {len(self.sources)} sources; '
@@ -690,15 +723,16 @@ class DepthHistory:
         self.site += 1
         x = self.sources[0]
         if x.numel() and x.dtype != torch.float64 and use_triton(self.backend, x.device):
-            out = self.read_triton(x)
+            out = self.read_triton(x, norm)
         else:
             q = self.query[site]
-            out = (route(q, self.sources, self.n_head, self.eps),
+            x = route(q, self.sources, self.n_head, self.eps)
+            out = (rms_norm(x, self.eps) if norm else x,
                    route_logits(q, self.sources, self.n_head, self.eps).logsumexp(0) if lse else None)
         return out if lse else out[0]
 
     @torch.compiler.disable
-    def read_triton(self, x):
+    def read_triton(self, x, norm):
         if self.run is None:
             self.run = _Run(self.query, x, self.n_head, self.n_source, self.eps)
             self.run.shape, self.rows = x.shape, []
@@ -706,7 +740,7 @@ class DepthHistory:
         if self.grad != torch.is_grad_enabled():
             raise RuntimeError('one depth history is read either with gradients or under no_grad, not both')
         self.rows += [self.run.rows(x.data) for x in self.new]              # .data: no part of the graph
-        out, lse, self.token = _Read.apply(self.token, self.run, self.rows, *self.new)
+        out, lse, self.token = _Read.apply(self.token, self.run, self.rows, norm, *self.new)
         self.new = []
         return out, lse
 

@@ -132,8 +132,8 @@ def at_every_read(model, idx, look):
         raise ValueError(f'a {model.config.residual} model does not attend over depth: there are no weights to look at')
 
     class Watched(model.stream_class):
-        def read(self, norm):
-            x = super().read(norm)
+        def read(self):
+            x = super().read()
             if self.site < len(self.history.query):                 # delta's last read is no site
                 found.append(look(self.history.query[self.site], self.sources()))
             return x

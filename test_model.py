@@ -40,7 +40,7 @@ import routing_kernel
 import sample
 import train
 from model import GPT, KVCache, STREAMS, GPTConfig
-from routing_kernel import DepthHistory, route, route_weights
+from routing_kernel import DepthHistory, rms_norm, route, route_weights
 
 MODES = list(STREAMS)
 SHAPE = dict(n_layer=2, n_embd=32, n_head=2, n_kv_head=1, d_ff=64, block_size=16)
@@ -173,7 +173,8 @@ def kernels(monkeypatch):
 
 def history_case(plan, *shape, dtype=torch.float32, device=DEVICE):
     """query (S, D), one leaf per source and one gradient per read, of values that dtype can hold."""
-    S, N, D = plan.count('r'), plan.count('a'), shape[-1]
+    N, D = plan.count('a'), shape[-1]
+    S = len(plan) - N
     query = (draw(S, D) * 2 * D ** -0.5).to(device, dtype).float().requires_grad_()     # logits of about 1
     sources = [s.to(device).requires_grad_() for s in draw(N, *shape, dtype=dtype, seed=1)]
     return query, sources, list(draw(S, *shape, dtype=dtype, seed=2).to(device))
@@ -181,8 +182,8 @@ def history_case(plan, *shape, dtype=torch.float32, device=DEVICE):
 
 def reads(plan, query, sources, H, backend='triton'):
     """
-    Follow a plan of appends and reads: 'arar' is two sublayers. As in a network, a source depends
-    on the read before it.
+    Follow a plan of appends and reads: 'arar' is two sublayers, 'anan' two whose reads are normalised. As in a
+    network, a source depends on the read before it.
     """
     history, sources, out = DepthHistory(query, H, 1e-6, backend, plan.count('a')), iter(sources), []
     for step in plan:
@@ -190,7 +191,7 @@ def reads(plan, query, sources, H, backend='triton'):
             source = next(sources)
             history.append(source + torch.tanh(out[-1]) if out else source)
         else:
-            out.append(history.read(len(out)))
+            out.append(history.read(len(out), norm=step == 'n'))
     return out
 
 
@@ -222,8 +223,8 @@ def check_kernels(plan, *shape, H, dtype=torch.float32):
         assert off[1] <= factor * off[0] + 2e-6, f'{name}: off by {off[1]:.1e}, PyTorch by {off[0]:.1e}'
 
 
-WIDTHS = [('ar', 100, 1), ('arar', 384, 3), ('ararar', 768, 4), ('ararar', 8, 8), ('arar', 12, 3), ('ararar', 16, 2),
-          ('arar', 96, 1), ('arar', 320, 2), ('ar' * 20, 32, 2)]                # K = 100 128 192 1 4 8 96 160 16
+WIDTHS = [('an', 100, 1), ('arar', 384, 3), ('ananan', 768, 4), ('anaran', 8, 8), ('anar', 12, 3), ('ararar', 16, 2),
+          ('aran', 96, 1), ('anan', 320, 2), ('ar' * 20, 32, 2), ('an' * 20, 32, 2)]    # K = 100 128 192 1 4 8 96 160 16
 
 
 @pytest.mark.parametrize('dtype', [torch.float32] + [torch.bfloat16, torch.float16] * CUDA)
@@ -232,12 +233,12 @@ def test_kernels_for_any_width_and_depth(kernels, plan, D, H, dtype):
     check_kernels(plan, *((3, 67) if CUDA else (1, 3)), D, H=H, dtype=dtype)
 
 
-@pytest.mark.parametrize('plan', ['arr' * 5 + 'rrr', ('a' + 'r' * 7) * 4, 'aar' * 6 + 'aaaaaaaaar', 'aaarrarraraar', 'aarra'])
+@pytest.mark.parametrize('plan', ['arr' * 5 + 'rrr', ('a' + 'rnrnnrn') * 4, 'aan' * 6 + 'aaaaaaaaar', 'aaannarraraan', 'aanna'])
 def test_sites_without_a_new_source_and_with_several(kernels, plan):
     check_kernels(plan, *((5, 31) if CUDA else (2,)), 32, H=2)
 
 
-@pytest.mark.parametrize('plan, D, H', [('ararraar', 72, 3), ('ararar', 208, 1), ('ar' * 19, 16, 2)])   # 208: two warps
+@pytest.mark.parametrize('plan, D, H', [('aranraan', 72, 3), ('ararar', 208, 1), ('anar' * 9 + 'an', 16, 2)])   # 208: two warps
 def test_two_phases(kernels, monkeypatch, plan, D, H):
     """Groups of two sites make several groups of a short plan."""
     monkeypatch.setattr(routing_kernel._Run, 'C', 2)
@@ -570,8 +571,8 @@ def test_dtypes(residual, weights, autocast):
     model, seen = fresh(residual).to(DEVICE, getattr(torch, weights)), set()
 
     class Watched(model.stream_class):
-        def read(self, norm):
-            x = super().read(norm)
+        def read(self):
+            x = super().read()
             seen.add(x.dtype)
             return x
     model.stream_class = Watched
@@ -600,8 +601,8 @@ class Halving:
     def __init__(self, x, p, config):
         self.x, self.strength = x, p['strength']
 
-    def read(self, norm):
-        return norm(self.x)
+    def read(self):
+        return rms_norm(self.x)
 
     def append(self, y):
         self.x = 0.5 * self.x + self.strength * y
@@ -667,12 +668,12 @@ def test_delta_is_the_equations(L, n_depth_group):
     for s in range(2 * L):
         block, kind = model.blocks[s // 2], ('attn', 'mlp')[s % 2]
         out = route(p.query[s] * p.gain[s], [p.null[s].expand_as(x), *sources], 4)
-        h = getattr(block, f'{kind}_norm')(x + p.alpha[s] * out)
+        h = rms_norm(x + p.alpha[s] * out)
         y = block.attn(h, model.cos[:9], model.sin[:9]) if kind == 'attn' else block.mlp(h)
         x, group = x + y, group + y
         if (s + 1) % (2 * size) == 0:
             sources, group = sources + [group], 0
-    assert_close(model(idx), model.head(model.norm(x)))
+    assert_close(model(idx), model.head(rms_norm(x)))
 
 
 def test_delta_reads_alike_with_the_kernels(kernels):
@@ -1057,9 +1058,9 @@ def test_a_wrong_origin_is_one_sentence(tmp_path, trained, flags, message, capsy
 
 
 @pytest.mark.parametrize('change, message', [
-    (lambda w: w.pop('norm.weight'), 'has no norm.weight'),
-    (lambda w: w.update({'extra': w['norm.weight']}), 'has extra, for which a delta model'),
-    (lambda w: w.update({'norm.weight': torch.ones(3)}), r'norm.weight has shape \(3,\) in .*, not \(32,\)'),
+    (lambda w: w.pop('head.linear.gain'), 'has no head.linear.gain'),
+    (lambda w: w.update({'extra': w['head.linear.gain']}), 'has extra, for which a delta model'),
+    (lambda w: w.update({'head.linear.gain': torch.ones(3)}), r'head.linear.gain has shape \(3,\) in .*, not \(32,\)'),
     (lambda w: w.update({'stream.query': torch.ones(5, 32)}), r'stream.query has shape \(5, 32\)')])
 def test_weights_that_do_not_fit_are_named(tmp_path, trained, change, message):
     checkpoint = torch.load(trained, weights_only=True)
@@ -1143,7 +1144,7 @@ def before_step(monkeypatch, number, action):
 
 
 def test_nan_stops_and_is_not_saved(tmp_path, monkeypatch):
-    before_step(monkeypatch, 7, lambda trainer: trainer.model.norm.weight.data.fill_(float('nan')))
+    before_step(monkeypatch, 7, lambda trainer: trainer.model.head.linear.gain.data.fill_(float('nan')))
     with pytest.raises(SystemExit, match='loss nan.* at step 7.*of step 5'):
         run_train(tmp_path, '--log_every=10', '--save_every=5', '--eval_every=100')
     checkpoint = torch.load(tmp_path / 'out' / 'ckpt.pt', weights_only=True)
@@ -1294,7 +1295,7 @@ def test_weights_are_those_that_the_model_used(residual, H):
     assert [len(w) for w in weights] == [1, 2, 3, 4, 5]              # site s reads sources 0..s
     for w in weights:
         torch.testing.assert_close(w.sum(0), torch.ones(2, 9, H))
-    torch.testing.assert_close(model.head(model.norm(reads[-1])), plain)  # the last read, so mixed, gives the logits
+    torch.testing.assert_close(model.head(rms_norm(reads[-1])), plain)  # the last read, so mixed, gives the logits
     assert torch.equal(model(idx), plain)                            # and looking leaves the model as it was
     for found, w in zip(next(iter(sample.depth_map(model, idx))), weights):
         torch.testing.assert_close(found, w.mean((1, 2)))
@@ -1310,7 +1311,7 @@ def test_what_a_delta_model_reads(tmp_path, capsys):
     model(idx)
     hook.remove()
     x = model.embed(idx)
-    assert_close(seen[0], model.blocks[0].attn_norm(x + model.stream.alpha[0] * shown[0][0]))
+    assert_close(seen[0], rms_norm(x + model.stream.alpha[0] * shown[0][0]))
     torch.save({'model': model.state_dict(), 'config': asdict(model.config), 'train': {},
                 'meta': {'tokenizer': 'byte'}}, tmp_path / 'ckpt.pt')
     sample.main([f'--out_dir={tmp_path}', '--device=cpu', '--routing', '--start=def f'])
@@ -1324,7 +1325,7 @@ def test_a_query_that_prefers_one_source_shows_exactly_that():
     model = tiny(spread=0.0)                                         # every sublayer outputs 0: the key of a zero is 0
     model.embed.weight.data[:] = 1.0
     for name, p in model.named_parameters():
-        if 'norm' in name or name == 'stream.gain':
+        if p.ndim == 1 or name == 'stream.gain':
             p.data.fill_(1.0)
     model.stream.query.data[3, :8] = 100.0          # head 0 of site mlp1; the embedding's key is all ones
     maps, apart, null = sample.depth_map(model, tokens(1, 4))
@@ -1359,7 +1360,7 @@ def test_cosine_of_equal_and_of_orthogonal_sources():
     model = tiny('attnres', spread=0.0, n_layer=1)
     sources = [torch.eye(32)[[i]][None] for i in (0, 0, 1)]                  # B T D, pairs: 1, 0, 0
     model.stream_class = type('Fixed', (model.stream_class,), {
-        'append': lambda self, y: None, 'read': lambda self, norm: (setattr(self, 'site', self.site + 1) or sources[0]),
+        'append': lambda self, y: None, 'read': lambda self: (setattr(self, 'site', self.site + 1) or sources[0]),
         'sources': lambda self: sources[:self.site + 1]})
     assert sample.probe(model, tokens(1, 1))[-1] == pytest.approx(1 / 3)
 

@@ -274,8 +274,8 @@ class Trainer:
         for p, grad in zip(params.values(), self.grads.split(sizes)):
             p.grad = grad.view_as(p)
 
-        # Norm gains and routing (model.stream) are not decayed; every matrix is, the tied embedding too.
-        undecayed = {name for name in params if 'norm' in name or name.startswith('stream.')}
+        # Gains and routing (model.stream) are not decayed; every matrix is, the tied embedding too.
+        undecayed = {name for name, p in params.items() if p.ndim == 1 or name.startswith('stream.')}
         groups = [{'params': [p for n, p in params.items() if n not in undecayed], 'weight_decay': cfg.weight_decay},
                   {'params': [p for n, p in params.items() if n in undecayed], 'weight_decay': 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), fused=True)
