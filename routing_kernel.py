@@ -599,7 +599,8 @@ class _Run:
                     self.far, end, n - c, self.BT, n + 1, self.NP, self.SP, **self.tiles.grad_group,
                     MORE=end < self.end)
         grad_site[(self.BT,)](
-            x, *site, self.RSTD, self.Q, self.LSE, self.DELTA, self.PART, self.CSUM, self.DZ, dx, s, low, self.far, n, c, self.BT, self.NP, self.SP, **self.tiles.grad_site,
+            x, *site, self.RSTD, self.Q, self.LSE, self.DELTA, self.PART, self.CSUM, self.DZ, dx, s, low, self.far,
+            n, c, self.BT, self.NP, self.SP, **self.tiles.grad_site,
             SITES=max(8, triton.next_power_of_2(self.far - low)), CARRY=self.far < self.end, FRESH=fresh)
         if c == 0:
             sites, columns = self.end - low, self.tiles.grad_query['KW'] * self.tiles.grad_query['PARTS']
