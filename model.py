@@ -129,8 +129,8 @@ def delta_site(x, y, g, out, lse, z0, null, alpha, eps):
     w = torch.sigmoid(z0 - lse)[..., None]                          # B T H 1    the null source's weight
     out, null = (upcast(s).unflatten(-1, (len(z0), -1)) for s in (out, null))       # H K
     read = (alpha * (1 - w)) * out + (alpha * w) * null
-    # One rounding, so that with alpha = 0 this is x: a closed gate leaves the standard model bit for bit.
-    return x, g, rms_norm((upcast(x) + read.flatten(-2)).to(x.dtype), eps)
+    # With alpha = 0 this is the norm of x: a closed gate leaves the standard model bit for bit.
+    return x, g, rms_norm(upcast(x) + read.flatten(-2), eps).to(x.dtype)
 
 
 class GatedDepthAttention(DepthAttention):
@@ -244,9 +244,8 @@ class RMSNorm(nn.Module):
 
 class GainLinear(nn.Linear):
     """
-    A linear map with the gain of the norm before it: W (gain * x) = (W * gain) x. On W the gain rides along with the
-    conversion to 16 bits, and its gradient sums over the weights instead of over all positions. For a few positions,
-    as in generation, x is the smaller one to scale.
+    A linear map with the gain of the norm before it: W (gain * x) = (W * gain) x. In training the gain scales W, where
+    it rides along with the conversion to 16 bits, and where its gradient sums over weights instead of positions.
     """
 
     def __init__(self, n_in, n_out):
@@ -254,9 +253,9 @@ class GainLinear(nn.Linear):
         self.gain = nn.Parameter(torch.ones(n_in))
 
     def forward(self, x):
-        if 4 * x.numel() < self.weight.numel():
-            return F.linear(x * self.gain, self.weight)
-        return F.linear(x, self.weight * self.gain)
+        if torch.is_grad_enabled():
+            return F.linear(x, self.weight * self.gain)
+        return F.linear(x * self.gain, self.weight)
 
 
 def rotate(x, cos, sin):

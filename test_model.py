@@ -39,7 +39,7 @@ import prepare_data
 import routing_kernel
 import sample
 import train
-from model import GPT, KVCache, STREAMS, GPTConfig
+from model import GPT, KVCache, STREAMS, GainLinear, GPTConfig
 from routing_kernel import DepthHistory, rms_norm, route, route_weights
 
 MODES = list(STREAMS)
@@ -182,14 +182,17 @@ def history_case(plan, *shape, dtype=torch.float32, device=DEVICE):
 
 def reads(plan, query, sources, H, backend='triton'):
     """
-    Follow a plan of appends and reads: 'arar' is two sublayers, 'anan' two whose reads are normalised. As in a
-    network, a source depends on the read before it.
+    Follow a plan of appends and reads: 'arar' is two sublayers, 'anan' two whose reads are normalised, and with 'N'
+    the log-sum-exp is added as well. As in a network, a source depends on the read before it. eps is large enough to be missed.
     """
-    history, sources, out = DepthHistory(query, H, 1e-6, backend, plan.count('a')), iter(sources), []
+    history, sources, out = DepthHistory(query, H, 0.1, backend, plan.count('a')), iter(sources), []
     for step in plan:
         if step == 'a':
             source = next(sources)
             history.append(source + torch.tanh(out[-1]) if out else source)
+        elif step == 'N':
+            x, lse = history.read(len(out), norm=True, lse=True)
+            out.append((x + lse.mean(-1, keepdim=True)).to(x.dtype))
         else:
             out.append(history.read(len(out), norm=step == 'n'))
     return out
@@ -233,12 +236,13 @@ def test_kernels_for_any_width_and_depth(kernels, plan, D, H, dtype):
     check_kernels(plan, *((3, 67) if CUDA else (1, 3)), D, H=H, dtype=dtype)
 
 
-@pytest.mark.parametrize('plan', ['arr' * 5 + 'rrr', ('a' + 'rnrnnrn') * 4, 'aan' * 6 + 'aaaaaaaaar', 'aaannarraraan', 'aanna'])
+@pytest.mark.parametrize('plan', ['arr' * 5 + 'rrr', ('aa' + 'rnrnNrN') * 4, 'aan' * 6 + 'aaaaaaaaar', 'aaannarraraaN', 'aanNa'])
 def test_sites_without_a_new_source_and_with_several(kernels, plan):
     check_kernels(plan, *((5, 31) if CUDA else (2,)), 32, H=2)
 
 
-@pytest.mark.parametrize('plan, D, H', [('aranraan', 72, 3), ('ararar', 208, 1), ('anar' * 9 + 'an', 16, 2)])   # 208: two warps
+@pytest.mark.parametrize('plan, D, H', [('aranraaN', 72, 3), ('ararar', 208, 1), ('anar' * 9 + 'an', 16, 2),     # 208: two warps
+                                        ('aannnannNrn', 16, 2)])
 def test_two_phases(kernels, monkeypatch, plan, D, H):
     """Groups of two sites make several groups of a short plan."""
     monkeypatch.setattr(routing_kernel._Run, 'C', 2)
@@ -560,6 +564,23 @@ def test_first_site_has_a_zero_gradient_not_a_missing_one():
     _, grads = loss_and_gradients(fresh().to(DEVICE), tokens(2, 17).to(DEVICE))
     assert grads['stream.query'][0].abs().max() < 1e-9 < 1e-6 < grads['stream.query'][1:].abs().amax(1).min()
     assert all(g is not None for g in grads.values())
+
+
+@pytest.mark.parametrize('grad', [True, False])
+def test_gains_scale_what_the_matrices_read(grad):
+    """A norm's gain sits in the linear map behind it: on the weight in training, on the input in inference."""
+    model = tiny().double()
+    assert [name for name, m in model.named_modules() if isinstance(m, GainLinear)] == [
+        'blocks.0.attn.qkv', 'blocks.0.mlp.up', 'blocks.1.attn.qkv', 'blocks.1.mlp.up', 'head.linear']
+    assert all(p.min() == p.max() == 1 for p in fresh().parameters() if p.ndim == 1)
+    for name in 'blocks.1.attn.qkv', 'blocks.1.mlp.up', 'head.linear':
+        m, x = model.get_submodule(name), draw(5, 32).requires_grad_()
+        with torch.set_grad_enabled(grad):
+            ours = m(x)
+        plain = torch.nn.functional.linear(m.gain * x, m.weight)
+        assert_close(ours, plain.detach())
+        if grad:
+            assert_close(*(torch.autograd.grad((y ** 2).sum(), (x, m.gain, m.weight)) for y in (ours, plain)))
 
 
 @pytest.mark.parametrize('residual', MODES)
@@ -1201,6 +1222,16 @@ def test_validation_does_not_depend_on_the_batch(tmp_path):
     losses = [train.Trainer(train.replace(cfg, batch_size=B), 100, torch.device('cpu')).evaluate(tokens)
               for B in (1, 3, 16)]
     assert losses == pytest.approx([losses[0]] * 3)
+
+
+@pytest.mark.parametrize('residual', MODES)
+def test_only_the_matrices_are_decayed(residual):
+    trainer = train.Trainer(train.TrainConfig(residual=residual, n_layer=1), 100, torch.device('cpu'))
+    decayed, undecayed = ({id(p) for p in group['params']} for group in trainer.optimizer.param_groups)
+    assert trainer.optimizer.param_groups[1]['weight_decay'] == 0
+    matrices = {'embed.weight', *(f'blocks.0.{m}.weight' for m in ('attn.qkv', 'attn.proj', 'mlp.up', 'mlp.down'))}
+    for name, p in trainer.model.named_parameters():
+        assert (id(p) in decayed) == (name in matrices) and (id(p) in undecayed) == (name not in matrices), name
 
 
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
