@@ -674,7 +674,8 @@ def use_triton(choice, device):
     if choice == 'triton' and why_not:
         raise RuntimeError(f'routing=triton is not possible here: {why_not}')
     use = choice != 'pytorch' and not why_not
-    print('routing: triton' if use else f'routing: pytorch ({why_not or "as asked"})', file=sys.stderr)
+    if os.environ.get('RANK', '0') == '0':                                  # of torchrun's processes, one says so
+        print('routing: triton' if use else f'routing: pytorch ({why_not or "as asked"})', file=sys.stderr)
     return use
 
 
@@ -786,7 +787,7 @@ def main():
 
     print('\nrelative error of (read, query gradient, source gradient): kernels, and PyTorch in the same dtype')
     checks = [(7, 66, 48, 3), (11, 5, 32, 1)] if device == 'cpu' else [
-        (25, 333, 512, 8), (20, 333, 1280, 8), (20, 333, 384, 3), (12, 77, 512, 1)]
+        (25, 333, 512, 8), (12, 77, 512, 1)]
     for S, tokens, D, H in checks:
         exact = gradients(S, tokens, D, H, torch.float64, 'pytorch')
         for dtype in [torch.float32] if device == 'cpu' else [torch.float32, torch.float16, torch.bfloat16]:

@@ -210,8 +210,8 @@ def reads_and_gradients(plan, query, sources, douts, H, backend='triton'):
 def check_kernels(plan, *shape, H, dtype=torch.float32):
     """
     Off from fp64 by at most twice what PyTorch's own operations are off in this dtype: every read, every
-    gradient. Thrice for the query's in 16 bits, since delta is taken from the rounded read; that shows with
-    two sources and is gone with eight.
+    gradient. The query's in 16 bits by three units of rounding more, since delta is taken from the rounded read; that
+    shows with two sources and is gone with eight.
     """
     query, sources, douts = history_case(plan, *shape, dtype=dtype)
     double = [[x.detach().double().requires_grad_() for x in part] for part in ([query], sources, douts)]
@@ -222,8 +222,8 @@ def check_kernels(plan, *shape, H, dtype=torch.float32):
     for name, e, p, o in zip(names, exact, plain, ours, strict=True):
         assert o.dtype == p.dtype and o.shape == p.shape
         off = [((x.double() - e).norm() / e.norm().clamp(min=1)).item() for x in (p, o)]
-        factor = 3 if name == 'dq 0' and dtype != torch.float32 else 2
-        assert off[1] <= factor * off[0] + 2e-6, f'{name}: off by {off[1]:.1e}, PyTorch by {off[0]:.1e}'
+        more = 1.5 * torch.finfo(dtype).eps if name == 'dq 0' and dtype != torch.float32 else 2e-6
+        assert off[1] <= 2 * off[0] + more, f'{name}: off by {off[1]:.1e}, PyTorch by {off[0]:.1e}'
 
 
 WIDTHS = [('an', 100, 1), ('arar', 384, 3), ('ananan', 768, 4), ('anaran', 8, 8), ('anar', 12, 3), ('ararar', 16, 2),
