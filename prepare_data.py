@@ -9,8 +9,8 @@ Turn text into token files: data/NAME/{train.bin, val.bin, meta.json}.
 
 A .bin file holds nothing but token ids: each document, then one end-of-text token (ready-made files stay as
 they are). Tokens are bytes by default, which needs no download; --tokenizer=gpt2, cl100k_base and o200k_base
-are tiktoken's. meta.json records tokenizer, vocabulary size, dtype and counts; it is written last, so that a
-folder that has one is complete.
+are tiktoken's. meta.json records tokenizer, vocabulary size, dtype, counts and checksums, by which a resumed
+run knows its data; it is written last, so that a folder that has one is complete.
 """
 import argparse
 import hashlib
@@ -21,6 +21,7 @@ import sys
 import sysconfig
 import time
 import urllib.request
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -169,19 +170,20 @@ def write_dataset(out, train, val, encode, *, tokenizer, vocab_size, eot, dtype,
     out, begin, counts = Path(out), time.time(), {}
     out.mkdir(parents=True, exist_ok=True)
     for split, items in ('train', train), ('val', val):
-        tokens = documents = 0
+        tokens = documents = crc32 = 0
         with open(out / f'{split}.bin.part', 'wb') as f:
             for done, item in enumerate(items, 1):
                 ids = encode(item)
                 for i in range(0, len(ids), CHUNK):  # a ready-made file may be larger than the memory
                     chunk = np.asarray(ids[i:i + CHUNK], dtype=dtype)
                     f.write(chunk.tobytes())
+                    crc32 = zlib.crc32(chunk.tobytes(), crc32)
                     documents += 0 if eot is None else int(np.count_nonzero(chunk == eot))
                 tokens += len(ids)
                 progress(f'{out / split}.bin', done, len(items))
         if not tokens:
             raise ValueError(f'too little text for {split}.bin in {source}')
-        counts |= {f'{split}_tokens': tokens, f'{split}_documents': documents}
+        counts |= {f'{split}_tokens': tokens, f'{split}_documents': documents, f'{split}_crc32': crc32}
     meta = dict(tokenizer=tokenizer, vocab_size=vocab_size, eot=eot, dtype=dtype, **counts, source=source)
     (out / 'meta.json.part').write_text(json.dumps(meta, indent=1) + '\n', encoding='utf-8')
     (out / 'meta.json').unlink(missing_ok=True)  # an older set is whole until here, and not one from here on

@@ -1005,6 +1005,16 @@ def test_resume_is_exact(tmp_path):
         assert equal(whole[0][key], parts[0][key]), key
 
 
+def test_resume_refuses_other_data_of_equal_length(tmp_path, prepare, capsys):
+    prepare('--input', write(tmp_path / 'in', a='ab' * 600), name='d')
+    run_train(tmp_path, '--stop_after=2')
+    prepare('--input', write(tmp_path / 'in', a='ba' * 600), name='d')
+    with pytest.raises(SystemExit, match='prepared anew'):
+        run_train(tmp_path, '--resume')
+    prepare('--input', write(tmp_path / 'in', a='ab' * 600), name='d')
+    assert run_train(tmp_path, '--resume')[0]['step'] == 20
+
+
 def test_resume_refuses_another_run(tmp_path):
     run_train(tmp_path, '--stop_after=2')
     for flag in ('--n_layer=3', '--n_route_head=2', '--block_size=8', '--lr=1', '--max_steps=30', '--batch_size=8'):
