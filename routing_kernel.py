@@ -275,7 +275,10 @@ def read_group(V, RSTD, Q, OUT, LSE, s, n, BT, S, NP, SP,
 @jit
 def meet(OUT, DY, DO, DLSE, NORM, G, Q, DELTA, s, t, BT, at, head, k, mk, h, mh, H: tl.constexpr,
          K: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr):
-    """Site s in backward, seen for the first time: its do, entered in G, and its delta, kept in DELTA."""
+    """
+    Site s in backward, seen for the first time: its do, which is DY or, if the read was normalised, made of it, and
+    entered in G; and its delta, kept in DELTA.
+    """
     row = t * (H * K) + head
     out = load_parts(OUT + row, k, mk, K, KW, PARTS, EVEN, False)
     do = load_parts(DY + row, k, mk, K, KW, PARTS, EVEN, False)
