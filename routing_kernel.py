@@ -557,7 +557,7 @@ class _Run:
                 newest, self.V, self.RSTD, self.Q, out, self.LSE, self.NORM if norm else None, s, base, n,
                 self.BT, self.NP, self.SP, self.eps, **self.tiles.read_site, CARRY=carried, FRESH=len(new) > 0,
                 SPAN=max(16, triton.next_power_of_2(n - base)))
-        elif norm:
+        elif norm:                                                          # the group pass has read everything
             x = out.float()
             self.NORM[s] = torch.rsqrt(x.pow(2).mean(-1) + self.eps)
             out = (x * self.NORM[s][:, None]).to(out.dtype)
@@ -677,8 +677,7 @@ def use_triton(choice, device):
     if choice == 'triton' and why_not:
         raise RuntimeError(f'routing=triton is not possible here: {why_not}')
     use = choice != 'pytorch' and not why_not
-    if os.environ.get('RANK', '0') == '0':                                  # of torchrun's processes, one says so
-        print('routing: triton' if use else f'routing: pytorch ({why_not or "as asked"})', file=sys.stderr)
+    print('routing: triton' if use else f'routing: pytorch ({why_not or "as asked"})', file=sys.stderr)
     return use
 
 
@@ -789,8 +788,7 @@ def main():
         return copy, q.grad.double(), x.grad.double()
 
     print('\nrelative error of (read, query gradient, source gradient): kernels, and PyTorch in the same dtype')
-    checks = [(7, 66, 48, 3), (11, 5, 32, 1)] if device == 'cpu' else [
-        (25, 333, 512, 8), (12, 77, 512, 1)]
+    checks = [(7, 66, 48, 3), (11, 5, 32, 1)] if device == 'cpu' else [(25, 333, 512, 8), (12, 77, 512, 1)]
     for S, tokens, D, H in checks:
         exact = gradients(S, tokens, D, H, torch.float64, 'pytorch')
         for dtype in [torch.float32] if device == 'cpu' else [torch.float32, torch.float16, torch.bfloat16]:

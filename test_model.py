@@ -183,7 +183,8 @@ def history_case(plan, *shape, dtype=torch.float32, device=DEVICE):
 def reads(plan, query, sources, H, backend='triton'):
     """
     Follow a plan of appends and reads: 'arar' is two sublayers, 'anan' two whose reads are normalised, and with 'N'
-    the log-sum-exp is added as well. As in a network, a source depends on the read before it. eps is large enough to be missed.
+    the log-sum-exp is added as well. As in a network, a source depends on the read before it. eps is large enough
+    to be missed.
     """
     history, sources, out = DepthHistory(query, H, 0.1, backend, plan.count('a')), iter(sources), []
     for step in plan:
@@ -227,7 +228,7 @@ def check_kernels(plan, *shape, H, dtype=torch.float32):
 
 
 WIDTHS = [('an', 100, 1), ('arar', 384, 3), ('ananan', 768, 4), ('anaran', 8, 8), ('anar', 12, 3), ('ararar', 16, 2),
-          ('aran', 96, 1), ('anan', 320, 2), ('ar' * 20, 32, 2), ('an' * 20, 32, 2)]    # K = 100 128 192 1 4 8 96 160 16
+          ('aran', 96, 1), ('anan', 320, 2), ('ar' * 20, 32, 2), ('an' * 20, 32, 2)]    # K 100 128 192 1 4 8 96 160 16
 
 
 @pytest.mark.parametrize('dtype', [torch.float32] + [torch.bfloat16, torch.float16] * CUDA)
@@ -236,13 +237,14 @@ def test_kernels_for_any_width_and_depth(kernels, plan, D, H, dtype):
     check_kernels(plan, *((3, 67) if CUDA else (1, 3)), D, H=H, dtype=dtype)
 
 
-@pytest.mark.parametrize('plan', ['arr' * 5 + 'rrr', ('aa' + 'rnrnNrN') * 4, 'aan' * 6 + 'aaaaaaaaar', 'aaannarraraaN', 'aanNa'])
+@pytest.mark.parametrize('plan', ['arr' * 5 + 'rrr', ('aa' + 'rnrnNrN') * 4, 'aan' * 6 + 'aaaaaaaaar', 'aaannarraraaN',
+                                  'aanNa'])
 def test_sites_without_a_new_source_and_with_several(kernels, plan):
     check_kernels(plan, *((5, 31) if CUDA else (2,)), 32, H=2)
 
 
-@pytest.mark.parametrize('plan, D, H', [('aranraaN', 72, 3), ('ararar', 208, 1), ('anar' * 9 + 'an', 16, 2),     # 208: two warps
-                                        ('aannnannNrn', 16, 2)])
+@pytest.mark.parametrize('plan, D, H', [('aranraaN', 72, 3), ('ararar', 208, 1), ('anar' * 9 + 'an', 16, 2),
+                                        ('aannnannNrn', 16, 2)])                    # D = 208: two warps
 def test_two_phases(kernels, monkeypatch, plan, D, H):
     """Groups of two sites make several groups of a short plan."""
     monkeypatch.setattr(routing_kernel._Run, 'C', 2)
