@@ -31,7 +31,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from routing_kernel import DepthHistory, rms_norm, route_logits, upcast
+from routing_kernel import DepthHistory, GroupHistory, inverse_rms, rms_norm, upcast
 
 
 @dataclass
@@ -98,10 +98,10 @@ class DepthAttention:
         shape = 2 * config.n_layer + 1, config.n_embd               # S D
         return {'query': torch.zeros(shape), 'gain': torch.ones(shape)}     # zero query: the read is a plain mean
 
-    def __init__(self, x, p, config, n_source=None):
+    def __init__(self, x, p, config):
         # The key norm's gain only ever multiplies the query, so one effective query serves both.
         query = p['query'] * p['gain'] * config.route_scale         # S D
-        self.history = DepthHistory(query, config.n_route_head, config.norm_eps, config.routing, n_source)
+        self.history = DepthHistory(query, config.n_route_head, config.norm_eps, config.routing)
         self.history.append(x)
         self.site = -1
 
@@ -117,30 +117,12 @@ class DepthAttention:
         self.history.append(y)
 
 
-def delta_site(x, y, g, out, lse, z0, null, alpha, eps):
-    """
-    All that a delta site does besides its history's read, in one function: compiled, each row moves once.
-
-    x, y, g: the stream, the newest output and its group's sum so far, B T D (y or g may be None); out, lse:
-    the history's read, B T D and B T H; z0, null: the null source's logits and itself, H and D. Two reads merge
-    like two sources whose logits are the log-sum-exps. Returns x + y, g + y and rms_norm(x + y + alpha * read).
-    """
-    x, g = x if y is None else x + y, g if g is None else g + y
-    w = torch.sigmoid(z0 - lse)[..., None]                          # B T H 1    the null source's weight
-    out, null = (upcast(s).unflatten(-1, (len(z0), -1)) for s in (out, null))       # H K
-    read = (alpha * (1 - w)) * out + (alpha * w) * null
-    # With alpha = 0 this is the norm of x: a closed gate leaves the standard model bit for bit.
-    return x, g, rms_norm(upcast(x) + read.flatten(-2), eps).to(x.dtype)
-
-
-class GatedDepthAttention(DepthAttention):
+class GatedDepthAttention:
     """
     delta: h = x + alpha_s * out_s;  y = f(norm(h));  x = x + y.  out_s attends over a learned null source, the
     embedding and the finished groups of blocks, each the sum of its sublayers' outputs; the unfinished group
     enters only through x. No read before the head. alpha starts at zero, so it alone has a gradient at first.
     """
-
-    site_step = staticmethod(delta_site)                            # compile_parts puts the compiled one here
 
     @staticmethod
     def parameters(config):
@@ -148,28 +130,46 @@ class GatedDepthAttention(DepthAttention):
         return {'query': torch.zeros(shape), 'gain': torch.ones(shape), 'null': torch.zeros(shape),
                 'alpha': torch.zeros(shape[0])}
 
+    # What a site does besides attending, in two functions: compiled, each row moves once.
+
+    @staticmethod
+    def next_site(x, y, out, eps):
+        """The sum after output y, and what is read of it with out, the gate's."""
+        x = x if y is None else x + y
+        # With alpha = 0 this is the norm of x: a closed gate leaves the standard model bit for bit.
+        return x, rms_norm(x if out is None else upcast(x) + out, eps).to(x.dtype)
+
+    @staticmethod
+    def next_group(x, y, start, eps):
+        """The sum after output y, the last of a group; what the group has added since start: a source; its 1 / RMS."""
+        x = x + y
+        return x, x - start, inverse_rms(x - start, eps)
+
+    parts = 'next_site', 'next_group'                               # compile_parts compiles them
+
     def __init__(self, x, p, config):
-        self.size = 2 * -(-config.n_layer // config.n_depth_group)  # sublayers of a group; the last may be short
-        super().__init__(x, p, config, n_source=-(-2 * config.n_layer // self.size))
-        null = p['null'].to(x.dtype)                                # a source like the others
-        z0 = route_logits(self.history.query, [null], config.n_route_head, config.norm_eps)[0]      # S H
-        self.gates = list(zip(z0, null, p['alpha']))                # one unbind: a backward for all sites at once
-        self.x, self.y, self.g, self.eps = x, None, None, config.norm_eps
+        size = 2 * -(-config.n_layer // config.n_depth_group)       # sublayers of a group; the last may be short
+        query = p['query'] * p['gain'] * config.route_scale
+        self.history = GroupHistory(query, p['null'], p['alpha'], size, config.n_route_head, config.norm_eps,
+                                    config.routing)
+        self.x, self.y, self.site, self.eps = x, None, -1, config.norm_eps
+        self.start = x                                              # the sum at the last group's start
 
     def sources(self):
-        return [self.gates[self.site][1].expand_as(self.x)] + super().sources()
+        """What the latest site has attended over, a list of B T D."""
+        return [self.history.null[self.site].to(self.x.dtype).expand_as(self.x), *self.history.sources]
 
     def read(self):
         self.site += 1
-        y, g = self.y, self.g
-        if self.site == len(self.gates):
-            return rms_norm(self.x + y, self.eps)
-        if self.site % self.size == 0 and self.site > 0:            # y was the last of its group
-            self.history.append(g + y)
-            g = None
-        out, lse = self.history.read(self.site, lse=True)
-        self.x, g, h = self.site_step(self.x, y, g, out, lse, *self.gates[self.site], self.eps)
-        self.g = y if self.site % self.size == 1 else g             # the first of a group is its sum so far
+        out = None
+        if self.site < len(self.history.query):
+            if self.site == 0:
+                self.outs = self.history.read(self.x)
+            elif self.site % self.history.size == 0:
+                self.x, source, r = self.next_group(self.x, self.y, self.start, self.eps)
+                self.outs, self.start, self.y = self.history.read(source, r), self.x, None
+            out = self.outs[self.site % self.history.size]
+        self.x, h = self.next_site(self.x, self.y, out, self.eps)
         return h
 
     def append(self, y):
@@ -405,6 +405,5 @@ class GPT(nn.Module):
             return self.compile()
         for part in [self.embed, *(m for block in self.blocks for m in block.children()), self.head]:
             part.compile()
-        if hasattr(stream, 'site_step'):
-            compiled = staticmethod(torch.compile(stream.site_step))
-            self.stream_class = type(stream.__name__, (stream,), {'site_step': compiled})
+        compiled = {name: staticmethod(torch.compile(getattr(stream, name))) for name in getattr(stream, 'parts', ())}
+        self.stream_class = type(stream.__name__, (stream,), compiled)

@@ -44,6 +44,11 @@ def rms_norm(x, eps=1e-6):
     return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
+def check_heads(n_head, D):
+    if n_head < 1 or D % n_head:
+        raise ValueError(f'{n_head} routing heads do not divide the width {D}')
+
+
 def route_logits(query, sources, n_head, eps=1e-6):
     """
     How well one site's query matches each source.
@@ -52,9 +57,7 @@ def route_logits(query, sources, n_head, eps=1e-6):
     (N, ..., H) in fp32 or wider. The query is rounded to the sources' dtype first, as autocast
     rounds any weight. ValueError if H does not divide D.
     """
-    D = query.shape[-1]
-    if n_head < 1 or D % n_head:
-        raise ValueError(f'{n_head} routing heads do not divide the width {D}')
+    check_heads(n_head, query.shape[-1])
     k = rms_norm(upcast(torch.stack(sources)), eps)                         # N ... D    over the full row, then sliced
     q = query.to(sources[0].dtype).to(k.dtype)                              # rounded as autocast rounds a weight
     return (q * k).unflatten(-1, (n_head, -1)).sum(-1)                      # N ... H    <q[h], k_n[h]>
@@ -449,6 +452,128 @@ def grad_query(V, Q, DZ, DQ, s, end, n, count, BT, S, SP,
     store_parts(rows, k, mi, weighted(acc, 1.0, sofar, 1.0, PARTS), 1.0, K, KW, PARTS, EVEN)
 
 
+# ---- kernels for sites that share their sources: `count` of them, at most 8, read the same n sources, each besides a
+# null source of its own, a row that is the same at every position, and behind a gate. One tile of ROWS holds them all:
+# row c < 8 is the null source of site c, which that site alone sees, row 8 + i source i. So these sites are one launch
+# in each direction, and backward computes the softmax again instead of keeping it. The derivation is that above, with
+#
+#   out_c = alpha_c sum_n w v    so   dw = alpha <do, v>,   dalpha_c = sum of <do, v> w over n, heads and positions
+#
+# and with r an input of its own, dr = sum dz <q, v>, since who made the source has its row at hand.
+
+@jit
+def places(XS, Q, row):
+    """Where the tensors of the tuple XS lie, as `place` says, the first in row 8."""
+    found = tl.zeros_like(row).to(tl.int64)
+    for j in tl.static_range(len(XS)):
+        found = tl.where(row == 8 + j, place(XS[j], Q), found)
+    return found
+
+
+@jit
+def shared_rows(XS, NULL, RS, Q, row, count, n, c):
+    """
+    Of the rows of the tile: which are null sources, which sources; where they are, in elements from Q, and where their
+    r is, in elements from RS[0]; by site c, which it sees.
+    """
+    null, source = row < count, (row >= 8) & (row < 8 + n)
+    at = tl.where(null, place(NULL, Q), places(XS, Q, row)) * 16
+    sees = tl.where(row[:, None] < 8, row[:, None] == c[None, :], source[:, None])
+    return null, source, at, places(RS, RS[0], row) * 16, sees
+
+
+@jit(do_not_specialize=['count', 'n'])
+def read_shared(XS, RS, NULL, RNULL, Q, ALPHA, OUT, count, n, BT,
+                H: tl.constexpr, K: tl.constexpr, W: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr,
+                ROWS: tl.constexpr, P: tl.constexpr):
+    """P positions of one head. OUT (count, BT, D)."""
+    D: tl.constexpr = H * K
+    EVEN: tl.constexpr = K == W * KW * PARTS
+    h = tl.program_id(0) % H
+    k = (tl.arange(0, W)[:, None] * (KW * PARTS) + tl.arange(0, KW)[None, :])[:, None, :]       # W 1 KW
+    c, row = tl.arange(0, 8), tl.arange(0, ROWS)
+    mc = c < count
+    null, source, at, r_at, sees = shared_rows(XS, NULL, RS, Q, row, count, n, c)
+    there, rnull = null | source, tl.load(RNULL + row, mask=null, other=0.0)
+    q = load_parts(Q + c[None, :, None] * D + h * K, k, mc[None, :, None], K, KW, PARTS, EVEN, True)
+    alpha = tl.load(ALPHA + c, mask=mc, other=0.0)
+    t0 = (tl.program_id(0) // H).to(tl.int64) * P
+    BT = BT + t0 * 0
+    for i in range(tl.minimum(P, BT - t0).to(tl.int32)):
+        t = t0 + i
+        own = tl.where(null, row, t)
+        v = load_parts(Q + (at + own * D)[None, :, None] + h * K, k, there[None, :, None], K, KW, PARTS, EVEN, False)
+        r = tl.where(null, rnull, tl.load(RS[0] + r_at + t, mask=source, other=0.0))
+        z = tl.where(tl.trans(sees), matmul(q, v, PARTS) * r[None, :], -1e30)                   # 8 ROWS
+        w = tl.exp(z - tl.max(z, 1)[:, None])
+        out = mix(zeros([W, 8, KW], PARTS), 1.0, v, w, W, PARTS)
+        store_parts(OUT + (c * BT + t)[None, :, None] * D + h * K, k, mc[None, :, None],
+                    out, (alpha / tl.sum(w, 1))[None, :, None], K, KW, PARTS, EVEN)
+
+
+@jit(do_not_specialize=['count', 'n'])
+def grad_shared(XS, RS, NULL, RNULL, Q, ALPHA, DOS, MORE, MORE_R, DX, DR, SUMS, count, n, BT,
+                H: tl.constexpr, K: tl.constexpr, W: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr,
+                ROWS: tl.constexpr, P: tl.constexpr):
+    """
+    P positions of one head. DX (n, BT, D) and DR (n, H, BT), to which the gradients of later sites are added if there
+    are any (MORE, MORE_R). Each share of the positions sums in SUMS (shares, 2, 8, D + H): first the gradients of
+    the queries and, by head, of the gates, then those of the null sources and, by head, of their r.
+    """
+    D: tl.constexpr = H * K
+    EVEN: tl.constexpr = K == W * KW * PARTS
+    h = tl.program_id(0) % H
+    k = (tl.arange(0, W)[:, None] * (KW * PARTS) + tl.arange(0, KW)[None, :])[:, None, :]       # W 1 KW
+    c, row = tl.arange(0, 16), tl.arange(0, ROWS)                           # 16: the least terms of a matrix product
+    mc = c < count
+    null, source, at, r_at, sees = shared_rows(XS, NULL, RS, Q, row, count, n, c)
+    there, rnull = null | source, tl.load(RNULL + row, mask=null, other=0.0)
+    do_at, there_do = places(DOS, Q, c + 8) * 16, mc[None, :, None]
+    q = load_parts(Q + c[None, :, None] * D + h * K, k, there_do, K, KW, PARTS, EVEN, True)
+    alpha = tl.load(ALPHA + c, mask=mc, other=0.0)
+    t0 = (tl.program_id(0) // H).to(tl.int64) * P
+    BT = BT + t0 * 0
+    acc, dq = zeros([W, ROWS, KW], PARTS), zeros([W, 16, KW], PARTS)
+    drsum, dalpha = tl.zeros([ROWS], tl.float32), tl.zeros([16], tl.float32)
+    for i in range(tl.minimum(P, BT - t0).to(tl.int32)):
+        t = t0 + i
+        own = tl.where(null, row, t)
+        v = load_parts(Q + (at + own * D)[None, :, None] + h * K, k, there[None, :, None], K, KW, PARTS, EVEN, False)
+        do = load_parts(Q + (do_at + t * D)[None, :, None] + h * K, k, there_do, K, KW, PARTS, EVEN, False)
+        r = tl.where(null, rnull, tl.load(RS[0] + r_at + t, mask=source, other=0.0))
+        qv = matmul(v, q, PARTS)                                            # ROWS 16
+        z = tl.where(sees, qv * r[:, None], -1e30)
+        w = tl.exp(z - tl.max(z, 0)[None, :])
+        w *= (1.0 / tl.sum(w, 0))[None, :]
+        dw = matmul(v, do, PARTS)
+        delta = tl.sum(w * dw, 0)
+        dalpha += delta
+        w *= alpha[None, :]
+        dz = w * (dw - delta[None, :])
+        dr = tl.sum(dz * qv, 1)
+        dz *= r[:, None]
+        # The rows of null sources go on summing, those of sources start anew.
+        acc = mix(mix(acc, tl.where(null, 1.0, 0.0)[None, :, None], do, w, W, PARTS), 1.0, q, dz, W, PARTS)
+        dq = mix(dq, 1.0, v, tl.trans(dz), W, PARTS)
+        drsum = tl.where(null, drsum, 0.0) + dr
+        dx = acc
+        if MORE is not None:
+            more_at = places(MORE, Q, row) * 16
+            more = load_parts(Q + (more_at + t * D)[None, :, None] + h * K, k, source[None, :, None],
+                              K, KW, PARTS, EVEN, False)
+            dx = weighted(acc, 1.0, more, 1.0, PARTS)
+            dr += tl.load(RS[0] + places(MORE_R, RS[0], row) * 16 + h * BT + t, mask=source, other=0.0)
+        store_parts(DX + ((row - 8) * BT + t)[None, :, None] * D + h * K, k, source[None, :, None],
+                    dx, 1.0, K, KW, PARTS, EVEN)
+        tl.store(DR + ((row - 8) * H + h) * BT + t, dr, mask=source)
+    SUMS += tl.program_id(0) // H * (16 * (D + H))
+    store_parts(SUMS + c[None, :, None] * (D + H) + h * K, k, there_do, dq, 1.0, K, KW, PARTS, EVEN)
+    tl.store(SUMS + c * (D + H) + D + h, dalpha, mask=mc)
+    store_parts(SUMS + (8 + row)[None, :, None] * (D + H) + h * K, k, null[None, :, None],
+                acc, 1.0, K, KW, PARTS, EVEN)
+    tl.store(SUMS + (8 + row) * (D + H) + D + h, drsum, mask=null)
+
+
 # ---- one forward pass
 
 def pieces(K, widest):
@@ -462,6 +587,12 @@ def pieces(K, widest):
 def shared_memory(device):
     """Bytes one program may use."""
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == 'cuda' else 2**30
+
+
+def aligned(x):
+    """x, or a copy of it, laid out as `place` needs it and so that kernels can load whole words."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 64 == 0 else x.clone()
 
 
 class _Run:
@@ -510,9 +641,7 @@ class _Run:
         return self.like.new_empty(shape, dtype=torch.float32)
 
     def rows(self, x):
-        """x as BT D whose rows kernels can load in whole words; x itself if it is laid out so."""
-        x = x.reshape(-1, self.D).to(self.like.dtype).contiguous()
-        return x if x.data_ptr() % 64 == 0 else x.clone()
+        return aligned(x.reshape(-1, self.D).to(self.like.dtype))
 
     def keep(self, x):
         """Note a source that no site reads on its own (a site notes the newest one on the way)."""
@@ -619,6 +748,11 @@ class _Run:
         return dq
 
 
+def refuse_second_derivatives():
+    if torch.is_grad_enabled():                                             # that is how create_graph shows in backward
+        raise RuntimeError('the kernels have no second derivatives: routing=pytorch has, for create_graph=True')
+
+
 class _Open(torch.autograd.Function):
     """Where the queries enter. Autograd runs its backward last, when every source has added its part of dq."""
 
@@ -653,8 +787,7 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy, dlse, _):
-        if torch.is_grad_enabled():                                         # that is how create_graph shows here
-            raise RuntimeError('the kernels have no second derivatives: routing=pytorch has, for create_graph=True')
+        refuse_second_derivatives()
         run, (out, *saved) = ctx.run, ctx.saved_tensors
         dy = run.like.new_zeros(run.BT, run.D) if dy is None else run.rows(dy)
         dlse = None if dlse is None else dlse.reshape(-1, run.H).contiguous()
@@ -681,6 +814,13 @@ def use_triton(choice, device):
     return use
 
 
+def check_source(source, others, D):
+    first = others[0] if others else source
+    if source.shape != first.shape or source.dtype != first.dtype or source.shape[-1] != D:
+        raise ValueError(f'source of shape {tuple(source.shape)} and {source.dtype} in a history of '
+                         f'{tuple(first.shape)} and {first.dtype}, width {D}')
+
+
 class DepthHistory:
     """
     The sources of one forward pass and what every site reads from them.
@@ -697,8 +837,7 @@ class DepthHistory:
     """
 
     def __init__(self, query, n_head, eps=1e-6, backend='auto', n_source=None):
-        if n_head < 1 or query.shape[1] % n_head:
-            raise ValueError(f'{n_head} routing heads do not divide the width {query.shape[1]}')
+        check_heads(n_head, query.shape[1])
         self.query, self.n_head, self.eps, self.backend = query, n_head, eps, backend
         self.n_source = n_source or len(query)
         self.sources, self.new, self.site = [], [], 0                       # all, those not read yet, the next site
@@ -706,10 +845,7 @@ class DepthHistory:
 
     def append(self, source):
         """source: ... D, of one shape and dtype for the whole history."""
-        first = self.sources[0] if self.sources else source
-        if source.shape != first.shape or source.dtype != first.dtype or source.shape[-1] != self.query.shape[1]:
-            raise ValueError(f'source of shape {tuple(source.shape)} and {source.dtype} in a history of '
-                             f'{tuple(first.shape)} and {first.dtype}, width {self.query.shape[1]}')
+        check_source(source, self.sources, self.query.shape[1])
         if len(self.sources) == self.n_source:
             raise ValueError(f'a history for {self.n_source} sources got one more')
         self.sources.append(source)
@@ -747,6 +883,132 @@ class DepthHistory:
         out, lse, self.token = _Read.apply(self.token, self.run, self.rows, norm, *self.new)
         self.new = []
         return out, lse
+
+
+# ---- sites that share their sources
+
+def inverse_rms(x, eps=1e-6):
+    """1 / RMS of x, ... D, in fp32 or wider: what makes a source's row a key."""
+    return torch.rsqrt(upcast(x).pow(2).mean(-1) + eps)
+
+
+def fill(xs, count):
+    """The tuple of so many tensors that a kernel takes; those beyond the ones there are it never reads."""
+    return (*xs, *[xs[0]] * (count - len(xs)))
+
+
+class _SharedRead(torch.autograd.Function):
+    """
+    What at most eight sites read that share their n sources. These, and their r as H BT, are passed on to the sites
+    that read next: so what those add to the gradients comes to this backward, which adds to it in registers.
+    """
+
+    @staticmethod
+    def inputs(tiles, query, null, rnull, alpha, *sources):
+        """The first inputs of both kernels."""
+        n, D = len(sources) // 2, query.shape[1]
+        return (fill([aligned(x.reshape(-1, D)) for x in sources[:n]], tiles.most),
+                fill([aligned(r[0]) for r in sources[n:]], tiles.most), aligned(null), rnull, aligned(query), alpha)
+
+    @staticmethod
+    def forward(ctx, tiles, *inputs):
+        query, _, _, _, x, *_ = inputs
+        count, D, n = *query.shape, len(inputs) // 2 - 2
+        BT, out = x.numel() // D, x.new_empty(count, *x.shape)
+        with torch.cuda.device_of(x):
+            read_shared[(D // tiles.K * triton.cdiv(BT, tiles.read['P']),)](
+                *_SharedRead.inputs(tiles, *inputs), out, count, n, BT, **tiles.read)
+        ctx.tiles = tiles
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs)
+        return *(x.data for x in out), *inputs[4:]                          # .data, as in _Run.read
+
+    @staticmethod
+    def backward(ctx, *grads):
+        refuse_second_derivatives()
+        tiles, inputs = ctx.tiles, ctx.saved_tensors
+        query, _, _, _, x, *_ = inputs
+        count, D, n = *query.shape, len(inputs) // 2 - 2
+        BT, H = x.numel() // D, D // tiles.K
+        dos, more, more_r = (
+            [aligned(like.new_zeros(like.shape) if g is None else g) for g in grads[i:j]]
+            for i, j, like in ((0, count, x), (count, count + n, x), (count + n, count + 2 * n, inputs[-1])))
+        if all(g is None for g in grads[count:]):                           # no later site reads these sources
+            more = more_r = None
+        else:
+            more, more_r = fill(more, tiles.most), fill(more_r, tiles.most)
+        shares = triton.cdiv(BT, tiles.grad['P'])
+        dx, dr = x.new_empty(n, *x.shape), inputs[-1].new_empty(n, H, BT)
+        sums = dr.new_empty(shares, 2, 8, D + H)
+        with torch.cuda.device_of(x):
+            grad_shared[(H * shares,)](*_SharedRead.inputs(tiles, *inputs), fill(dos, 8), more, more_r, dx, dr, sums,
+                                       count, n, BT, **tiles.grad)
+        (dq, dalpha), (dnull, drnull) = (part[:count].split((D, H), -1) for part in sums.sum(0))
+        return None, dq.to(x.dtype), dnull.to(x.dtype), drnull.sum(-1), dalpha.sum(-1), *dx, *dr
+
+
+class GroupHistory:
+    """
+    The sources of one forward pass in which groups of sites read the same ones, each site besides a null source of
+    its own and through a gate: site s reads alpha_s * route(query_s, [null_s, *sources]).
+
+    query, null (S, D), alpha (S,): the sites' effective queries, null sources and gates; size: sites of a group, of
+    which the last may be short. The rest, and what is said of sources, as in DepthHistory.
+    """
+
+    def __init__(self, query, null, alpha, size, n_head, eps=1e-6, backend='auto'):
+        check_heads(n_head, query.shape[1])
+        self.query, self.null, self.alpha, self.size = query, null, alpha, size
+        self.n_head, self.eps, self.backend = n_head, eps, backend
+        self.sources, self.site, self.chunks = [], 0, None                  # all so far; the first of the next group
+
+    def read(self, source, r=None):
+        """
+        What the sites of the next group read, a list of ... D, when source, ... D, has joined the others. r: its
+        inverse_rms, if that is at hand.
+        """
+        if self.site == len(self.query):
+            raise ValueError(f'all {self.site} sites have read')
+        check_source(source, self.sources, self.query.shape[1])
+        self.sources.append(source)
+        sites = range(self.site, min(self.site + self.size, len(self.query)))
+        self.site = sites.stop
+        if source.numel() and source.dtype != torch.float64 and use_triton(self.backend, source.device):
+            tiles = self.tiles(source)
+            if tiles:
+                return self.read_triton(tiles, sites, source, inverse_rms(source, self.eps) if r is None else r)
+        null = self.null.to(source.dtype)
+        return [(self.alpha[s] * upcast(route(self.query[s], [null[s].expand_as(source), *self.sources], self.n_head,
+                                              self.eps))).to(source.dtype) for s in sites]
+
+    def tiles(self, x):
+        """Widths measured on an H200; None where a head is too wide, or the sources too many, for one tile."""
+        H, K = self.n_head, self.query.shape[1] // self.n_head
+        ROWS = triton.next_power_of_2(8 - -len(self.query) // self.size)
+        read, grad = (dict(H=H, K=K, W=W, **pieces(triton.cdiv(K, W), piece), ROWS=ROWS, P=P, num_warps=W, num_stages=2)
+                      for W, piece, P in ((triton.next_power_of_2(triton.cdiv(K, 320)), 32, 8),
+                                          (triton.next_power_of_2(triton.cdiv(K, 64)), 32, 32)))
+        return SimpleNamespace(K=K, most=ROWS - 8, read=read, grad=grad)
+
+    @torch.compiler.disable
+    def read_triton(self, tiles, sites, source, r):
+        if sites.start == 0:
+            S, query, null = len(self.query), self.query.to(source.dtype), self.null.to(source.dtype)
+            sizes = [min(8, at + self.size - s, S - s) for at in range(0, S, self.size)
+                     for s in range(at, min(at + self.size, S), 8)]               # of what one launch serves
+            self.chunks = zip(*(p.split(sizes) for p in (query, null, inverse_rms(null, self.eps), self.alpha.float())))
+            self.passed, self.grad = ([], []), torch.is_grad_enabled()
+        if self.grad != torch.is_grad_enabled():
+            raise RuntimeError('one depth history is read either with gradients or under no_grad, not both')
+        xs, rs = self.passed
+        xs, rs = [*xs, source], [*rs, r.reshape(-1).expand(self.n_head, -1)]
+        reads = []
+        while len(reads) < len(sites):
+            *out, = _SharedRead.apply(tiles, *next(self.chunks), *xs, *rs)
+            n = len(xs)
+            reads, xs, rs = reads + out[:-2 * n], out[-2 * n:-n], out[-n:]
+        self.passed = xs, rs
+        return reads
 
 
 # ---- python routing_kernel.py: is it right, and how far from the bytes

@@ -128,7 +128,7 @@ def at_every_read(model, idx, look):
     Run the model on idx, B T, and return [look(query, sources) for each site]: the site's effective query,
     (D,), and the list of tensors B T D that it reads from. ValueError for a model without a depth history.
     """
-    if not issubclass(model.stream_class, DepthAttention):
+    if not hasattr(model.stream_class, 'sources'):
         raise ValueError(f'a {model.config.residual} model does not attend over depth: there are no weights to look at')
 
     class Watched(model.stream_class):

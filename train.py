@@ -649,7 +649,7 @@ def main(argv=None):
         elif path.exists() and not (cfg.overwrite or cfg.benchmark):
             raise ValueError(f'{path} exists: --resume continues it, --overwrite starts anew, --out_dir goes elsewhere')
         device, rank, world_size = start_processes(cfg)
-        if issubclass(STREAMS[cfg.residual], DepthAttention):
+        if hasattr(STREAMS[cfg.residual], 'sources'):
             use_triton(cfg.routing, device)
         data = None if cfg.benchmark else open_data(cfg, rank, world_size)
         if origin and data:
