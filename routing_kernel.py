@@ -153,6 +153,15 @@ def weighted(acc, scale, rows, weight, PARTS: tl.constexpr):
 
 
 @jit
+def either(mask, a, b, PARTS: tl.constexpr):
+    """a where mask, else b, piece by piece, in fp32."""
+    out = ()
+    for j in tl.static_range(PARTS):
+        out = out + (tl.where(mask, a[j], b[j].to(tl.float32)),)
+    return out
+
+
+@jit
 def matmul(a, rows, PARTS: tl.constexpr):
     """a rows^T: <a, row> for every pair, added up over the W warps that share a head."""
     total = tl.dot(a[0], tl.permute(rows[0], (0, 2, 1)), input_precision='tf32x3')
@@ -485,7 +494,7 @@ def shared_rows(XS, NULL, RS, Q, row, count, n, c):
 @jit(do_not_specialize=['count', 'n'])
 def read_shared(XS, RS, NULL, RNULL, Q, ALPHA, OUT, count, n, BT,
                 H: tl.constexpr, K: tl.constexpr, W: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr,
-                ROWS: tl.constexpr, P: tl.constexpr):
+                ROWS: tl.constexpr, P: tl.constexpr, STAGES: tl.constexpr):
     """P positions of one head. OUT (count, BT, D)."""
     D: tl.constexpr = H * K
     EVEN: tl.constexpr = K == W * KW * PARTS
@@ -499,7 +508,7 @@ def read_shared(XS, RS, NULL, RNULL, Q, ALPHA, OUT, count, n, BT,
     alpha = tl.load(ALPHA + c, mask=mc, other=0.0)
     t0 = (tl.program_id(0) // H).to(tl.int64) * P
     BT = BT + t0 * 0
-    for i in range(tl.minimum(P, BT - t0).to(tl.int32)):
+    for i in tl.range(0, tl.minimum(P, BT - t0).to(tl.int32), num_stages=STAGES):
         t = t0 + i
         own = tl.where(null, row, t)
         v = load_parts(Q + (at + own * D)[None, :, None] + h * K, k, there[None, :, None], K, KW, PARTS, EVEN, False)
@@ -514,7 +523,7 @@ def read_shared(XS, RS, NULL, RNULL, Q, ALPHA, OUT, count, n, BT,
 @jit(do_not_specialize=['count', 'n'])
 def grad_shared(XS, RS, NULL, RNULL, Q, ALPHA, DOS, MORE, MORE_R, DX, DR, SUMS, count, n, BT,
                 H: tl.constexpr, K: tl.constexpr, W: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr,
-                ROWS: tl.constexpr, P: tl.constexpr):
+                ROWS: tl.constexpr, P: tl.constexpr, STAGES: tl.constexpr):
     """
     P positions of one head. DX (n, BT, D) and DR (n, H, BT), to which the gradients of later sites are added if there
     are any (MORE, MORE_R). Each share of the positions sums in SUMS (shares, 2, 8, D + H): first the gradients of
@@ -524,50 +533,51 @@ def grad_shared(XS, RS, NULL, RNULL, Q, ALPHA, DOS, MORE, MORE_R, DX, DR, SUMS, 
     EVEN: tl.constexpr = K == W * KW * PARTS
     h = tl.program_id(0) % H
     k = (tl.arange(0, W)[:, None] * (KW * PARTS) + tl.arange(0, KW)[None, :])[:, None, :]       # W 1 KW
-    c, row = tl.arange(0, 16), tl.arange(0, ROWS)                           # 16: the least terms of a matrix product
+    c, row, u_row = tl.arange(0, 8), tl.arange(0, ROWS), tl.arange(0, 16)
     mc = c < count
     null, source, at, r_at, sees = shared_rows(XS, NULL, RS, Q, row, count, n, c)
     there, rnull = null | source, tl.load(RNULL + row, mask=null, other=0.0)
-    do_at, there_do = places(DOS, Q, c + 8) * 16, mc[None, :, None]
-    q = load_parts(Q + c[None, :, None] * D + h * K, k, there_do, K, KW, PARTS, EVEN, True)
+    # A second tile holds the sites: their do, then their queries, for one product with each row and one mix of all.
+    query = u_row >= 8
+    u_at, u_there = tl.where(query, (u_row - 8) * D, places(DOS, Q, u_row + 8) * 16), u_row % 8 < count
     alpha = tl.load(ALPHA + c, mask=mc, other=0.0)
+    if MORE is not None:
+        more_at, more_r_at = places(MORE, Q, row) * 16, places(MORE_R, RS[0], row) * 16
     t0 = (tl.program_id(0) // H).to(tl.int64) * P
     BT = BT + t0 * 0
-    acc, dq = zeros([W, ROWS, KW], PARTS), zeros([W, 16, KW], PARTS)
-    drsum, dalpha = tl.zeros([ROWS], tl.float32), tl.zeros([16], tl.float32)
-    for i in range(tl.minimum(P, BT - t0).to(tl.int32)):
+    # Rows below 8 of acc and drsum go on summing, the others start anew at each position with what MORE holds.
+    acc, dq = zeros([W, ROWS, KW], PARTS), zeros([W, 8, KW], PARTS)
+    drsum, dalpha = tl.zeros([ROWS], tl.float32), tl.zeros([8], tl.float32)
+    for i in tl.range(0, tl.minimum(P, BT - t0).to(tl.int32), num_stages=STAGES):
         t = t0 + i
-        own = tl.where(null, row, t)
-        v = load_parts(Q + (at + own * D)[None, :, None] + h * K, k, there[None, :, None], K, KW, PARTS, EVEN, False)
-        do = load_parts(Q + (do_at + t * D)[None, :, None] + h * K, k, there_do, K, KW, PARTS, EVEN, False)
+        v = load_parts(Q + (at + tl.where(null, row, t) * D)[None, :, None] + h * K, k, there[None, :, None],
+                       K, KW, PARTS, EVEN, False)
+        u = load_parts(Q + (u_at + tl.where(query, 0, t) * D)[None, :, None] + h * K, k, u_there[None, :, None],
+                       K, KW, PARTS, EVEN, False)
         r = tl.where(null, rnull, tl.load(RS[0] + r_at + t, mask=source, other=0.0))
-        qv = matmul(v, q, PARTS)                                            # ROWS 16
+        dx, dr = zeros([W, ROWS, KW], PARTS), tl.zeros([ROWS], tl.float32)
+        if MORE is not None:
+            dx = load_parts(Q + (more_at + t * D)[None, :, None] + h * K, k, source[None, :, None],
+                            K, KW, PARTS, EVEN, False)
+            dr = tl.load(RS[0] + more_r_at + h * BT + t, mask=source, other=0.0)
+        dw, qv = tl.split(tl.permute(tl.reshape(matmul(v, u, PARTS), [ROWS, 2, 8]), (0, 2, 1)))     # ROWS 8
         z = tl.where(sees, qv * r[:, None], -1e30)
         w = tl.exp(z - tl.max(z, 0)[None, :])
         w *= (1.0 / tl.sum(w, 0))[None, :]
-        dw = matmul(v, do, PARTS)
         delta = tl.sum(w * dw, 0)
         dalpha += delta
         w *= alpha[None, :]
         dz = w * (dw - delta[None, :])
-        dr = tl.sum(dz * qv, 1)
+        drsum = tl.where(row < 8, drsum, dr) + tl.sum(dz * qv, 1)
         dz *= r[:, None]
-        # The rows of null sources go on summing, those of sources start anew.
-        acc = mix(mix(acc, tl.where(null, 1.0, 0.0)[None, :, None], do, w, W, PARTS), 1.0, q, dz, W, PARTS)
+        both = tl.reshape(tl.permute(tl.join(w, dz), (0, 2, 1)), [ROWS, 16])
+        acc = mix(either(row[None, :, None] < 8, acc, dx, PARTS), 1.0, u, both, W, PARTS)
         dq = mix(dq, 1.0, v, tl.trans(dz), W, PARTS)
-        drsum = tl.where(null, drsum, 0.0) + dr
-        dx = acc
-        if MORE is not None:
-            more_at = places(MORE, Q, row) * 16
-            more = load_parts(Q + (more_at + t * D)[None, :, None] + h * K, k, source[None, :, None],
-                              K, KW, PARTS, EVEN, False)
-            dx = weighted(acc, 1.0, more, 1.0, PARTS)
-            dr += tl.load(RS[0] + places(MORE_R, RS[0], row) * 16 + h * BT + t, mask=source, other=0.0)
         store_parts(DX + ((row - 8) * BT + t)[None, :, None] * D + h * K, k, source[None, :, None],
-                    dx, 1.0, K, KW, PARTS, EVEN)
-        tl.store(DR + ((row - 8) * H + h) * BT + t, dr, mask=source)
+                    acc, 1.0, K, KW, PARTS, EVEN)
+        tl.store(DR + ((row - 8) * H + h) * BT + t, drsum, mask=source)
     SUMS += tl.program_id(0) // H * (16 * (D + H))
-    store_parts(SUMS + c[None, :, None] * (D + H) + h * K, k, there_do, dq, 1.0, K, KW, PARTS, EVEN)
+    store_parts(SUMS + c[None, :, None] * (D + H) + h * K, k, mc[None, :, None], dq, 1.0, K, KW, PARTS, EVEN)
     tl.store(SUMS + c * (D + H) + D + h, dalpha, mask=mc)
     store_parts(SUMS + (8 + row)[None, :, None] * (D + H) + h * K, k, null[None, :, None],
                 acc, 1.0, K, KW, PARTS, EVEN)
@@ -985,9 +995,9 @@ class GroupHistory:
         """Widths measured on an H200; None where a head is too wide, or the sources too many, for one tile."""
         H, K = self.n_head, self.query.shape[1] // self.n_head
         ROWS = triton.next_power_of_2(8 - -len(self.query) // self.size)
-        read, grad = (dict(H=H, K=K, W=W, **pieces(triton.cdiv(K, W), piece), ROWS=ROWS, P=P, num_warps=W, num_stages=2)
-                      for W, piece, P in ((triton.next_power_of_2(triton.cdiv(K, 320)), 32, 8),
-                                          (triton.next_power_of_2(triton.cdiv(K, 64)), 32, 32)))
+        read, grad = (dict(H=H, K=K, W=W, **pieces(triton.cdiv(K, W), piece), ROWS=ROWS, P=P, num_warps=W, STAGES=stages)
+                      for W, piece, P, stages in ((triton.next_power_of_2(triton.cdiv(K, 320)), 64, 16, 3),
+                                                  (triton.next_power_of_2(triton.cdiv(K, 128)), 32, 32, 2)))
         return SimpleNamespace(K=K, most=ROWS - 8, read=read, grad=grad)
 
     @torch.compiler.disable
