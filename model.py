@@ -102,19 +102,18 @@ class DepthAttention:
         # The key norm's gain only ever multiplies the query, so one effective query serves both.
         query = p['query'] * p['gain'] * config.route_scale         # S D
         self.history = DepthHistory(query, config.n_route_head, config.norm_eps, config.routing)
-        self.history.append(x)
-        self.site = -1
+        self.y, self.site = x, -1                                   # the newest source
 
     def sources(self):
         """What the latest site has read from, for who wants to look: a list of B T D."""
-        return list(self.history.sources)
+        return self.history.sources
 
     def read(self):
         self.site += 1
-        return self.history.read(self.site, norm=True)
+        return self.history.read(self.y, norm=True)
 
     def append(self, y):
-        self.history.append(y)
+        self.y = y
 
 
 class GatedDepthAttention:

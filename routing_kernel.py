@@ -80,9 +80,9 @@ def route(query, sources, n_head, eps=1e-6):
 
 
 # ---- forward kernels. Sources and reads are the caller's own tensors, BT D with BT = B * T positions, nowhere copied
-# or stacked. The table V (N) says where the sources lie, see `place`. Buffers are row-major:
+# or stacked. The table V (S) says where the sources lie, see `place`. Buffers are row-major:
 #   Q    (S, D)       effective queries    LSE  (BT, H, S)   log-sum-exp of each site's logits
-#   RSTD (BT, N)      1 / RMS of each source's row           (N and S padded to multiples of 16 in RSTD and LSE)
+#   RSTD (BT, S)      1 / RMS of each source's row           (S padded to a multiple of 16 in RSTD and LSE)
 #   NORM (S, BT)      1 / RMS of each read, where its consumer wants it normalised: OUT then holds the read times NORM
 #
 # Tiles need powers of two and K is often none, so a head's slice is held as a tuple of equal pieces,
@@ -180,13 +180,13 @@ def mix(acc, scale, rows, weights, W: tl.constexpr, PARTS: tl.constexpr):
     return out
 
 
-@jit(do_not_specialize=['s', 'base', 'n'])
-def read_site(X, V, RSTD, Q, OUT, LSE, NORM, s, base, n, BT, NP, SP, eps,
+@jit(do_not_specialize=['s', 'base'])
+def read_site(X, V, RSTD, Q, OUT, LSE, NORM, s, base, BT, SP, eps,
               H: tl.constexpr, K: tl.constexpr, HB: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr,
-              SPAN: tl.constexpr, STAGES: tl.constexpr, CARRY: tl.constexpr, FRESH: tl.constexpr):
+              SPAN: tl.constexpr, STAGES: tl.constexpr, CARRY: tl.constexpr):
     """
-    One position of one site: source n, which is X and enters V if FRESH, the (OUT, LSE) carried from the sources
-    below base, and sources base..n-1, at most SPAN.
+    One position of site s: source s, which is X and enters V, sources base..s-1, at most SPAN, and the (OUT, LSE)
+    carried from those below base.
     """
     D: tl.constexpr = H * K
     EVEN: tl.constexpr = K == KW * PARTS
@@ -197,7 +197,7 @@ def read_site(X, V, RSTD, Q, OUT, LSE, NORM, s, base, n, BT, NP, SP, eps,
     head, mk = (h * K)[:, None], mh[:, None]
 
     recent = base + tl.arange(0, SPAN)
-    places = tl.load(V + recent, mask=recent < n, other=0)
+    places = tl.load(V + recent, mask=recent < s, other=0)
     q = load_parts(Q + s * D + head, k, mk, K, KW, PARTS, EVEN, True)       # PARTS x (HB KW)
     x = load_parts(X + t * D + head, k, mk, K, KW, PARTS, EVEN, False)
     if CARRY:
@@ -212,16 +212,15 @@ def read_site(X, V, RSTD, Q, OUT, LSE, NORM, s, base, n, BT, NP, SP, eps,
         l, p = tl.exp(m - top), tl.exp(lse - top)
         acc = weighted(acc, l[:, None], o, p[:, None], PARTS)
         l, m = l + p, top
-    for i in tl.range(base, n, num_stages=STAGES):
+    for i in tl.range(base, s, num_stages=STAGES):
         v = load_parts(Q + pick(places, i - base) + t * D + head, k, mk, K, KW, PARTS, EVEN, False)
-        z = inner(v, q, PARTS) * tl.load(RSTD + t * NP + i)
+        z = inner(v, q, PARTS) * tl.load(RSTD + t * SP + i)
         new = tl.maximum(m, z)
         a, p1 = tl.exp(m - new), tl.exp(z - new)
         acc = weighted(acc, a[:, None], v, p1[:, None], PARTS)
         l, m = a * l + p1, new
-    if FRESH:
-        tl.store(V + n, place(X, Q), mask=t == 0)
-        tl.store(RSTD + t * NP + n, r)
+    tl.store(V + s, place(X, Q), mask=t == 0)
+    tl.store(RSTD + t * SP + s, r)
     scale = 1.0 / l
     if NORM is not None:
         norm = tl.rsqrt(tl.sum(inner(acc, acc, PARTS) * scale * scale) / D + eps)
@@ -232,7 +231,7 @@ def read_site(X, V, RSTD, Q, OUT, LSE, NORM, s, base, n, BT, NP, SP, eps,
 
 
 @jit(do_not_specialize=['s', 'n'])
-def read_group(V, RSTD, Q, OUT, LSE, s, n, BT, S, NP, SP,
+def read_group(V, RSTD, Q, OUT, LSE, s, n, BT, S, SP,
                H: tl.constexpr, K: tl.constexpr, W: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr,
                C: tl.constexpr, NB: tl.constexpr, P: tl.constexpr):
     """P positions of one head, sites s..s+C-1, the rows of OUT, over sources 0..n-1: each row is read once for all."""
@@ -256,7 +255,7 @@ def read_group(V, RSTD, Q, OUT, LSE, s, n, BT, S, NP, SP,
         mi = i < n
         v = load_parts(Q + (tl.load(V + i, mask=mi, other=0) * 16 + t * D)[None, :, None] + h * K, k, mi[None, :, None],
                        K, KW, PARTS, EVEN, False)
-        r = tl.load(RSTD + t * NP + i, mask=mi, other=0.0)
+        r = tl.load(RSTD + t * SP + i, mask=mi, other=0.0)
         z = tl.where(mi[None, :], matmul(q, v, PARTS) * r[None, :], -1e30)  # C NB
         m = tl.where(b % blocks == 0, -1e30, m)                             # a new position: a = 0 clears l and acc
         top = tl.maximum(m, tl.max(z, 1))
@@ -273,7 +272,6 @@ def read_group(V, RSTD, Q, OUT, LSE, s, n, BT, S, NP, SP,
 # w, z as in `route_weights`. r belongs to the whole row of source n, which is why its term sums over heads:
 #
 #   out = sum_n w v              so   dw = <do, v>,   dz = w (dw - delta)   with   delta = sum_n w dw = <do, out>
-#   lse = log sum_n e^z          so   dz += w dlse:   delta - dlse takes delta's place
 #   z   = r <q, v>               so   dq = sum dz r v  over n and positions
 #   r   = (mean of v^2 over the row's D columns + eps)^-1/2,  dr / dv = -r^3 v / D,  sum_h dz <q, v> = sum_h dz z / r
 #
@@ -284,53 +282,13 @@ def read_group(V, RSTD, Q, OUT, LSE, s, n, BT, S, NP, SP,
 # The table G (S) says where the do of each site lies. More buffers: DELTA (BT, H, S); for the C sources of a group
 # PART (C, BT, D) and CSUM (BT, H, C), the sums over far sites, those that one pass serves; DZ (C, BT, H, S) = dz r.
 
-@jit
-def meet(OUT, DY, DO, DLSE, NORM, G, Q, DELTA, s, t, BT, at, head, k, mk, h, mh, H: tl.constexpr,
-         K: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr):
-    """
-    Site s in backward, seen for the first time: its do, which is DY or, if the read was normalised, made of it, and
-    entered in G; and its delta, kept in DELTA.
-    """
-    row = t * (H * K) + head
-    out = load_parts(OUT + row, k, mk, K, KW, PARTS, EVEN, False)
-    do = load_parts(DY + row, k, mk, K, KW, PARTS, EVEN, False)
-    if NORM is not None:
-        norm = tl.load(NORM + s * (BT + t * 0) + t)
-        dy, do = do, ()
-        mean = tl.sum(inner(dy, out, PARTS)) / (H * K)
-        for j in tl.static_range(PARTS):
-            do = do + ((norm * (dy[j].to(tl.float32) - mean * out[j])).to(DO.dtype.element_ty),)
-        store_parts(DO + row, k, mk, do, 1.0, K, KW, PARTS, EVEN)
-    delta = inner(do, out, PARTS)
-    if NORM is not None:
-        delta /= norm
-    if DLSE is not None:
-        delta -= tl.load(DLSE + t * H + h, mask=mh, other=0.0)
-    tl.store(G + s, place(DO, Q), mask=t == 0)
-    tl.store(DELTA + at + s, delta, mask=mh)
-    return do, delta
-
-
-@jit(do_not_specialize=['s'])
-def grad_bare(OUT, DY, DO, DLSE, NORM, G, Q, DELTA, s, BT, SP,
-              H: tl.constexpr, K: tl.constexpr, HB: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr):
-    """One position of a site at which no source was born."""
-    EVEN: tl.constexpr = K == KW * PARTS
-    t = tl.program_id(0).to(tl.int64)
-    h = tl.arange(0, HB)
-    mh = h < H
-    k = tl.broadcast_to(tl.arange(0, KW)[None, :], [HB, KW])
-    head, mk = (h * K)[:, None], mh[:, None]
-    meet(OUT, DY, DO, DLSE, NORM, G, Q, DELTA, s, t, BT, (t * H + h) * SP, head, k, mk, h, mh, H, K, KW, PARTS, EVEN)
-
-
-@jit(do_not_specialize=['s', 'low', 'end', 'n', 'c'])
-def grad_site(X, OUT, DY, DO, DLSE, NORM, G, RSTD, Q, LSE, DELTA, PART, CSUM, DZ, DX, s, low, end, n, c, BT, NP, SP,
+@jit(do_not_specialize=['s', 'low', 'end', 'c'])
+def grad_site(X, OUT, DY, DO, NORM, G, RSTD, Q, LSE, DELTA, PART, CSUM, DZ, DX, s, low, end, c, BT, SP,
               H: tl.constexpr, K: tl.constexpr, HB: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr,
-              C: tl.constexpr, SITES: tl.constexpr, STAGES: tl.constexpr, CARRY: tl.constexpr, FRESH: tl.constexpr):
+              C: tl.constexpr, SITES: tl.constexpr, STAGES: tl.constexpr, CARRY: tl.constexpr):
     """
-    One position of source n, which is X: site s, whose do is DO and enters G if FRESH, sites s+1..end-1, and what
-    PART carries. Writes dz of sites low..end-1, at most SITES; those before the source's birth at s get zero.
+    One position of source s, which is X: site s, whose do is DY or, if the read was normalised, made of it in DO, and
+    enters G; sites s+1..end-1; and what PART carries. Writes dz of sites low..end-1, at most SITES, zero before s.
     """
     D: tl.constexpr = H * K
     EVEN: tl.constexpr = K == KW * PARTS
@@ -347,21 +305,29 @@ def grad_site(X, OUT, DY, DO, DLSE, NORM, G, RSTD, Q, LSE, DELTA, PART, CSUM, DZ
     places = tl.load(G + sites, mask=(sites > s) & (sites < end), other=0)
     v = load_parts(X + t * D + head, k, mk, K, KW, PARTS, EVEN, False)     # PARTS x (HB KW)
     q = load_parts(Q + s * D + head, k, mk, K, KW, PARTS, EVEN, True)
-    r = tl.load(RSTD + t * NP + n)
+    r = tl.load(RSTD + t * SP + s)
     lse = tl.load(LSE + at + s, mask=mh, other=0.0)
     if CARRY:
         part = load_parts(PART + (c * BT + t) * D + head, k, mk, K, KW, PARTS, EVEN, False)
         csum = tl.load(CSUM + (t * H + h) * C + c, mask=mh, other=0.0)
-    if FRESH:
-        do, delta = meet(OUT, DY, DO, DLSE, NORM, G, Q, DELTA, s, t, BT, at, head, k, mk, h, mh, H, K, KW, PARTS, EVEN)
-    else:
-        do = load_parts(DO + t * D + head, k, mk, K, KW, PARTS, EVEN, False)
-        delta = tl.load(DELTA + at + s, mask=mh, other=0.0)
+    out = load_parts(OUT + t * D + head, k, mk, K, KW, PARTS, EVEN, False)
+    do = load_parts(DY + t * D + head, k, mk, K, KW, PARTS, EVEN, False)
+    if NORM is not None:
+        norm = tl.load(NORM + s * BT + t)
+        dy, do = do, ()
+        mean = tl.sum(inner(dy, out, PARTS)) / D
+        for j in tl.static_range(PARTS):
+            do = do + ((norm * (dy[j].to(tl.float32) - mean * out[j])).to(DO.dtype.element_ty),)
+        store_parts(DO + t * D + head, k, mk, do, 1.0, K, KW, PARTS, EVEN)
+    delta = inner(do, out, PARTS)
+    if NORM is not None:
+        delta /= norm
+    tl.store(G + s, place(DO, Q), mask=t == 0)
+    tl.store(DELTA + at + s, delta, mask=mh)
     z = inner(v, q, PARTS) * r
     w = tl.exp(z - lse)
     dz = w * (inner(v, do, PARTS) - delta)
-    if FRESH and DLSE is None:
-        dz = tl.where(n == 0, 0.0, dz)                                      # the only source: no rounding may move q
+    dz = tl.where(s == 0, 0.0, dz)                                          # the only source: no rounding may move q
     zsum = dz * z                                                           # HB: sum_s dz z
     dz *= r
     tl.store(DZ + at + s, dz.to(DZ.dtype.element_ty), mask=mh)
@@ -387,13 +353,10 @@ def grad_site(X, OUT, DY, DO, DLSE, NORM, G, RSTD, Q, LSE, DELTA, PART, CSUM, DZ
 
 
 @jit(do_not_specialize=['s', 'end', 'n'])
-def grad_group(V, G, RSTD, Q, LSE, DELTA, PART, CSUM, DZ, s, end, n, BT, N, NP, SP,
+def grad_group(V, G, RSTD, Q, LSE, DELTA, PART, CSUM, DZ, s, end, n, BT, N, SP,
                H: tl.constexpr, K: tl.constexpr, W: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr,
-               C: tl.constexpr, NB: tl.constexpr, MORE: tl.constexpr):
-    """
-    One position of one head, sources n..n+C-1 over sites s..end-1: each do row is read once for C sources.
-    With MORE the sums go on from what PART and CSUM hold.
-    """
+               C: tl.constexpr, NB: tl.constexpr):
+    """One position of one head, sources n..n+C-1, below N, over sites s..end-1: each do row is read once for all."""
     D: tl.constexpr = H * K
     EVEN: tl.constexpr = K == W * KW * PARTS
     h = tl.program_id(0) % H                                                # the heads of a position run side by side
@@ -403,15 +366,11 @@ def grad_group(V, G, RSTD, Q, LSE, DELTA, PART, CSUM, DZ, s, end, n, BT, N, NP, 
     c = tl.arange(0, C)
     mc = n + c < N
     at = (t * H + h) * SP                                                   # row of LSE, DELTA and DZ
-    part = PART + (c * BT + t)[None, :, None] * D + h * K
     v = load_parts(Q + (tl.load(V + n + c, mask=mc, other=0) * 16 + t * D)[None, :, None] + h * K, k, mc[None, :, None],
                    K, KW, PARTS, EVEN, False)
-    r = tl.load(RSTD + t * NP + n + c, mask=mc, other=0.0)[:, None]
+    r = tl.load(RSTD + t * SP + n + c, mask=mc, other=0.0)[:, None]
     acc = zeros([W, C, KW], PARTS)
     zsum = tl.zeros([C], tl.float32)
-    if MORE:
-        acc = weighted(load_parts(part, k, mc[None, :, None], K, KW, PARTS, EVEN, False), 1.0, acc, 0.0, PARTS)
-        zsum = tl.load(CSUM + (t * H + h) * C + c, mask=mc, other=0.0)
     for s0 in range(s, end, NB):
         i = s0 + tl.arange(0, NB)
         mi = i < end
@@ -427,7 +386,7 @@ def grad_group(V, G, RSTD, Q, LSE, DELTA, PART, CSUM, DZ, s, end, n, BT, N, NP, 
         tl.store(DZ + (c * BT * H * SP)[:, None] + (at + i)[None, :], dz.to(DZ.dtype.element_ty),
                  mask=mc[:, None] & mi[None, :])
         acc = mix(mix(acc, 1.0, do, w, W, PARTS), 1.0, q, dz, W, PARTS)
-    store_parts(part, k, mc[None, :, None], acc, 1.0, K, KW, PARTS, EVEN)
+    store_parts(PART + (c * BT + t)[None, :, None] * D + h * K, k, mc[None, :, None], acc, 1.0, K, KW, PARTS, EVEN)
     tl.store(CSUM + (t * H + h) * C + c, zsum, mask=mc)
 
 
@@ -562,11 +521,11 @@ def grad_shared(XS, RS, NULL, RNULL, Q, ALPHA, DOS, MORE, MORE_R, DX, DR, SUMS, 
             dr = tl.load(RS[0] + more_r_at + h * BT + t, mask=source, other=0.0)
         dw, qv = tl.split(tl.permute(tl.reshape(matmul(v, u, PARTS), [ROWS, 2, 8]), (0, 2, 1)))     # ROWS 8
         z = tl.where(sees, qv * r[:, None], -1e30)
-        w = tl.exp(z - tl.max(z, 0)[None, :])
-        w *= (1.0 / tl.sum(w, 0))[None, :]
-        delta = tl.sum(w * dw, 0)
+        p = tl.exp(z - tl.max(z, 0)[None, :])
+        scale = 1.0 / tl.sum(p, 0)
+        delta = tl.sum(p * dw, 0) * scale
         dalpha += delta
-        w *= alpha[None, :]
+        w = p * (scale * alpha)[None, :]
         dz = w * (dw - delta[None, :])
         drsum = tl.where(row < 8, drsum, dr) + tl.sum(dz * qv, 1)
         dz *= r[:, None]
@@ -612,17 +571,16 @@ class _Run:
     SHARES = 64                     # of the positions, each with a partial dq
     FEW = 64                        # positions that do not fill a GPU: one launch a site is then faster than two
 
-    def __init__(self, query, x, n_head, n_source, eps):
+    def __init__(self, query, x, n_head, eps):
         (S, D), K = query.shape, query.shape[1] // n_head
         self.S, self.D, self.H, self.BT, self.eps = S, D, n_head, x.numel() // D, eps
         self.like = x.new_empty(0)                                          # dtype and device of the sources
-        self.NP, self.SP = (triton.cdiv(count, 16) * 16 for count in (n_source, S))
+        self.SP = triton.cdiv(S, 16) * 16
         # A copy: aligned, as the units of `place` need it, and unchanged if an optimizer steps before backward.
         self.Q = query.detach().to(x.dtype, copy=True, memory_format=torch.contiguous_format)
-        self.V, self.G = (torch.empty(count, dtype=torch.int64, device=x.device) for count in (n_source, S))
-        self.RSTD, self.LSE = self.fp32(self.BT, self.NP), self.fp32(self.BT, n_head, self.SP)
+        self.V, self.G = (torch.empty(S, dtype=torch.int64, device=x.device) for _ in 'VG')
+        self.RSTD, self.LSE = self.fp32(self.BT, self.SP), self.fp32(self.BT, n_head, self.SP)
         self.NORM = self.fp32(S, self.BT)
-        self.birth = []                                 # of each source so far, the first site that reads it
         self.s = self.base = self.until = 0             # sites read; sources carried, for the sites below until
         self.task = None                                                    # the backward pass that is under way
 
@@ -642,7 +600,6 @@ class _Run:
         self.tiles = SimpleNamespace(
             read_site=dict(row, STAGES=stages, num_warps=warps),
             read_group=dict(read_group, P=8 if K <= 128 else 4),
-            grad_bare=dict(row, num_warps=warps),
             grad_site=dict(row, C=self.C, STAGES=stages, num_warps=2 * warps if HB > 1 and HB * K > 1024 else warps),
             grad_group=grad_group,
             grad_query=dict(H=n_head, K=K, C=self.C, **pieces(min(K, 256), 64), TB=64 if K > 64 else 128, num_stages=3))
@@ -652,13 +609,6 @@ class _Run:
 
     def rows(self, x):
         return aligned(x.reshape(-1, self.D).to(self.like.dtype))
-
-    def keep(self, x):
-        """Note a source that no site reads on its own (a site notes the newest one on the way)."""
-        n = len(self.birth)
-        self.V[n] = (x.data_ptr() - self.Q.data_ptr()) // (16 * x.element_size())      # as `place` says
-        self.RSTD[:, n] = torch.rsqrt(x.float().pow(2).mean(-1) + self.eps)
-        self.birth.append(self.s)
 
     @classmethod
     def group_starts(cls, s, S):
@@ -671,85 +621,57 @@ class _Run:
         few = (end - s - 1) % cls.NB
         return s + 1 + (few if few <= 2 else 0)
 
-    def read(self, new, newest, norm):
+    def read(self, x, norm):
         """
-        The next site's mix of all sources, BT D, normalised with norm; new are the sources born since the last read,
-        each BT D. The caller keeps them alive: a run is owned by the graph, which would keep them for as long as
-        anybody keeps the loss.
+        The next site's mix of all sources, BT D, normalised with norm; x, BT D, is the newest. The caller keeps them
+        alive: a run is owned by the graph, which would keep them for as long as anybody keeps the loss.
         """
-        for x in new[:-1]:
-            self.keep(x)
-        s, n = self.s, len(self.birth) - (not new)                          # n: the newest source
-        old, carried = n + (not new), s < self.until                        # sources beside a new one
-        begins = self.group_starts(s, self.S) or not new                    # or: more such sites are likely to follow
-        if begins and old > self.base * carried and self.grouped and self.BT >= self.FEW:
-            self.O = self.like.new_empty(min(self.C, self.S - s), self.BT, self.D)
-            self.base, self.first, self.until, carried = old, s, s + len(self.O), True
+        s = self.s
+        if self.group_starts(s, self.S) and self.grouped and self.BT >= self.FEW:
+            self.O = self.like.new_empty(self.C, self.BT, self.D)
+            self.base, self.until = s, s + self.C
             read_group[(self.H * triton.cdiv(self.BT, self.tiles.read_group['P']),)](
-                self.V, self.RSTD, self.Q, self.O, self.LSE, s, old, self.BT, self.S, self.NP, self.SP,
-                **self.tiles.read_group)
+                self.V, self.RSTD, self.Q, self.O, self.LSE, s, s, self.BT, self.S, self.SP, **self.tiles.read_group)
+        carried = s < self.until
         # .data, so that modifying one read does not count as modifying the others
-        out = self.O[s - self.first].data if carried else self.like.new_empty(self.BT, self.D)
-        base = self.base if carried else 0
-        if new or base < old:
-            read_site[(self.BT,)](
-                newest, self.V, self.RSTD, self.Q, out, self.LSE, self.NORM if norm else None, s, base, n,
-                self.BT, self.NP, self.SP, self.eps, **self.tiles.read_site, CARRY=carried, FRESH=len(new) > 0,
-                SPAN=max(16, triton.next_power_of_2(n - base)))
-        elif norm:                                                          # the group pass has read everything
-            x = out.float()
-            self.NORM[s] = torch.rsqrt(x.pow(2).mean(-1) + self.eps)
-            out = (x * self.NORM[s][:, None]).to(out.dtype)
-        if new:
-            self.birth.append(s)
+        out = self.O[s - self.base].data if carried else self.like.new_empty(self.BT, self.D)
+        read_site[(self.BT,)](
+            x, self.V, self.RSTD, self.Q, out, self.LSE, self.NORM if norm else None, s, self.base if carried else 0,
+            self.BT, self.SP, self.eps, **self.tiles.read_site, CARRY=carried,
+            SPAN=max(16, triton.next_power_of_2(s - self.base * carried)))
         self.s += 1
         if self.s >= self.until:
             self.O = None
         return out
 
-    def backward(self, s, n, new, out, dy, dlse, norm):
-        """Gradients of the sources up to n that were new at site s; all later sites have been here before."""
+    def backward(self, s, x, out, dy, norm):
+        """Gradient of source s, which is x; all later sites have been here before."""
         if self.task != torch._C._current_graph_task_id():                  # a new backward pass
-            self.task, self.end, self.top, self.alive = torch._C._current_graph_task_id(), s + 1, n, []
+            self.task, self.end, self.alive = torch._C._current_graph_task_id(), s + 1, []
             self.DELTA, self.CSUM = torch.empty_like(self.LSE), self.fp32(self.BT, self.H, self.C)
-            self.PART = self.like.new_empty(min(self.C, n + 1), self.BT, self.D)
-            self.DZ = self.like.new_empty(min(self.C, n + 1), self.BT, self.H, self.SP)
+            self.PART = self.like.new_empty(min(self.C, s + 1), self.BT, self.D)
+            self.DZ = self.like.new_empty(min(self.C, s + 1), self.BT, self.H, self.SP)
             self.DQ = self.fp32(self.SHARES, self.S, self.D).zero_()
-        do = torch.empty_like(dy) if norm else dy
-        self.alive += [do, *new]                                            # G and V hold addresses only
-        site = out, dy, do, dlse, self.NORM if norm else None, self.G
-        if not new:
-            grad_bare[(self.BT,)](*site, self.Q, self.DELTA, s, self.BT, self.SP, **self.tiles.grad_bare)
-        dx = [self.grad_source(s, n - i, x, site, fresh=i == 0) for i, x in enumerate(new[::-1])][::-1]
-        if n + 1 == len(new):                                               # source 0 is done, only DQ is needed still
-            del self.alive, self.DELTA, self.CSUM, self.PART, self.DZ
-        return dx
-
-    def grad_source(self, s, n, x, site, fresh):
-        c, dx = n % self.C, torch.empty_like(x)
-        low = self.birth[n - c]
-        # Sites from far on are summed in PART. A group of sources begins with a pass over them; another one adds
-        # to it when sites without a source have made the near ones many.
-        begins = n == self.top or self.grouped and c == self.C - 1
-        if begins:
-            self.far = self.end
-        if begins or self.grouped and self.far - s > self.C + 3:
-            end, self.far = self.far, self.first_far(s, self.far) if self.grouped else self.far
-            if self.far < end:
+        c, do, dx = s % self.C, torch.empty_like(dy) if norm else dy, torch.empty_like(x)
+        self.alive += [do, x]                                               # G and V hold addresses only
+        if s == self.end - 1 or c == self.C - 1:                            # a group of sources begins
+            self.far = self.first_far(s, self.end) if self.grouped else self.end
+            if self.far < self.end:
                 grad_group[(self.H * self.BT,)](
                     self.V, self.G, self.RSTD, self.Q, self.LSE, self.DELTA, self.PART, self.CSUM, self.DZ,
-                    self.far, end, n - c, self.BT, n + 1, self.NP, self.SP, **self.tiles.grad_group,
-                    MORE=end < self.end)
+                    self.far, self.end, s - c, self.BT, s + 1, self.SP, **self.tiles.grad_group)
         grad_site[(self.BT,)](
-            x, *site, self.RSTD, self.Q, self.LSE, self.DELTA, self.PART, self.CSUM, self.DZ, dx, s, low, self.far,
-            n, c, self.BT, self.NP, self.SP, **self.tiles.grad_site,
-            SITES=max(8, triton.next_power_of_2(self.far - low)), CARRY=self.far < self.end, FRESH=fresh)
+            x, out, dy, do, self.NORM if norm else None, self.G, self.RSTD, self.Q, self.LSE, self.DELTA, self.PART,
+            self.CSUM, self.DZ, dx, s, s - c, self.far, c, self.BT, self.SP, **self.tiles.grad_site,
+            SITES=max(8, triton.next_power_of_2(self.far - s + c)), CARRY=self.far < self.end)
         if c == 0:
-            sites, columns = self.end - low, self.tiles.grad_query['KW'] * self.tiles.grad_query['PARTS']
+            sites, columns = self.end - s, self.tiles.grad_query['KW'] * self.tiles.grad_query['PARTS']
             SB = min(128, max(16, triton.next_power_of_2(sites)))
             grad_query[self.H * triton.cdiv(self.D // self.H, columns), triton.cdiv(sites, SB), self.SHARES](
-                self.V, self.Q, self.DZ, self.DQ, low, self.end, n, min(self.C, self.top + 1 - n), self.BT, self.S,
+                self.V, self.Q, self.DZ, self.DQ, s, self.end, s, min(self.C, self.end - s), self.BT, self.S,
                 self.SP, **self.tiles.grad_query, SB=SB, num_warps=4 if SB < 128 else 8)
+        if s == 0:                                                          # only DQ is needed still
+            del self.alive, self.DELTA, self.CSUM, self.PART, self.DZ
         return dx
 
     def query_gradient(self):
@@ -778,32 +700,29 @@ class _Open(torch.autograd.Function):
 
 class _Read(torch.autograd.Function):
     """
-    One site, with the sources born since the last one as inputs. The token is empty: threaded from read to
-    read, it makes autograd run a read's backward after those of all later reads, whatever else the graph
-    looks like, and that is when the gradients of its sources can be gathered.
+    One site, with its new source as input. The token is empty: threaded from read to read, it makes autograd run a
+    read's backward after those of all later reads, whatever else the graph looks like, and that is when the gradient
+    of its source can be gathered.
     """
 
     @staticmethod
-    def forward(ctx, token, run, rows, norm, *new):
-        """rows: all sources so far as run.rows gives them, the new ones last; norm: whether to normalise the read."""
+    def forward(ctx, token, run, rows, norm, x):
+        """rows: x as run.rows gives it; norm: whether to normalise the read."""
         ctx.run, ctx.s, ctx.norm = run, run.s, norm
         ctx.set_materialize_grads(False)
         with torch.cuda.device_of(run.like):
-            out = run.read(rows[len(rows) - len(new):], rows[-1], norm).view(run.shape)
-        ctx.n = len(rows) - 1
-        # new too, although rows share its memory as a rule: so that PyTorch sees if one is modified.
-        ctx.save_for_backward(out, *rows[len(rows) - len(new):], *new)
-        return out, run.LSE[:, :, ctx.s].view(*run.shape[:-1], run.H), token.new_empty(0)
+            out = run.read(rows, norm).view(run.shape)
+        ctx.save_for_backward(out, rows, x)             # x, though rows shares its memory: to see if it is modified
+        return out, token.new_empty(0)
 
     @staticmethod
-    def backward(ctx, dy, dlse, _):
+    def backward(ctx, dy, _):
         refuse_second_derivatives()
-        run, (out, *saved) = ctx.run, ctx.saved_tensors
+        run, (out, rows, _) = ctx.run, ctx.saved_tensors
         dy = run.like.new_zeros(run.BT, run.D) if dy is None else run.rows(dy)
-        dlse = None if dlse is None else dlse.reshape(-1, run.H).contiguous()
         with torch.cuda.device_of(run.like):
-            dx = run.backward(ctx.s, ctx.n, saved[:len(saved) // 2], out.view(-1, run.D), dy, dlse, ctx.norm)
-        return None, None, None, None, *(d.view(run.shape) for d in dx)
+            dx = run.backward(ctx.s, rows, out.view(-1, run.D), dy, ctx.norm)
+        return None, None, None, None, dx.view(run.shape)
 
 
 @functools.cache
@@ -831,68 +750,53 @@ def check_source(source, others, D):
                          f'{tuple(first.shape)} and {first.dtype}, width {D}')
 
 
+def check_grad(enabled):
+    if enabled != torch.is_grad_enabled():
+        raise RuntimeError('one depth history is read either with gradients or under no_grad, not both')
+
+
 class DepthHistory:
     """
-    The sources of one forward pass and what every site reads from them.
+    The sources of one forward pass and what every site reads from them: site s attends over sources 0..s.
 
-    query (S, D): the sites' effective queries; n_head: H; n_source: the most sources that will come,
-    S if not given; backend: auto | triton | pytorch (fp64 sources always take the PyTorch reference).
-    Sites read in order, one after the other; any number of sources may be appended between two reads.
-    ValueError if H does not divide D, or for a source unlike the first, a site out of order, or one
-    source too many.
+    query (S, D): the sites' effective queries; n_head: H; backend: auto | triton | pytorch (fp64 sources always take
+    the PyTorch reference). ValueError if H does not divide D, for a source unlike the first, or for one too many.
 
     Sources are not copied: one that is modified in place before backward is an error there, as anywhere in
     PyTorch, and so is a read; under no_grad nobody notices. A history read partly under no_grad is an error. There
     are no second derivatives.
     """
 
-    def __init__(self, query, n_head, eps=1e-6, backend='auto', n_source=None):
+    def __init__(self, query, n_head, eps=1e-6, backend='auto'):
         check_heads(n_head, query.shape[1])
         self.query, self.n_head, self.eps, self.backend = query, n_head, eps, backend
-        self.n_source = n_source or len(query)
-        self.sources, self.new, self.site = [], [], 0                       # all, those not read yet, the next site
-        self.run = None
+        self.sources, self.rows, self.run = [], [], None                    # rows: what the kernels read of sources
 
-    def append(self, source):
-        """source: ... D, of one shape and dtype for the whole history."""
+    def read(self, source, norm=False):
+        """
+        What the next site reads when source, ... D, has joined the others: the softmax-weighted mix of all of them
+        (see route), ... D; with norm, the rms_norm of that.
+        """
+        site = len(self.sources)
+        if site == len(self.query):
+            raise ValueError(f'all {site} sites have read')
         check_source(source, self.sources, self.query.shape[1])
-        if len(self.sources) == self.n_source:
-            raise ValueError(f'a history for {self.n_source} sources got one more')
         self.sources.append(source)
-        self.new.append(source)
-
-    def read(self, site, norm=False, lse=False):
-        """
-        What site reads, ... D: the softmax-weighted mix of all sources so far (see route); with norm, the rms_norm
-        of that. With lse also the log-sum-exp of its logits, ... H in fp32: two reads merge like two sources with
-        these as logits.
-        """
-        if site != self.site or not self.sources:
-            raise ValueError(f'site {site} reads after {self.site} sites and {len(self.sources)} sources; '
-                             'sites read in order, and after the first source')
-        self.site += 1
-        x = self.sources[0]
-        if x.numel() and x.dtype != torch.float64 and use_triton(self.backend, x.device):
-            out = self.read_triton(x, norm)
-        else:
-            q = self.query[site]
-            x = route(q, self.sources, self.n_head, self.eps)
-            out = (rms_norm(x, self.eps) if norm else x,
-                   route_logits(q, self.sources, self.n_head, self.eps).logsumexp(0) if lse else None)
-        return out if lse else out[0]
+        if source.numel() and source.dtype != torch.float64 and use_triton(self.backend, source.device):
+            return self.read_triton(source, norm)
+        out = route(self.query[site], self.sources, self.n_head, self.eps)
+        return rms_norm(out, self.eps) if norm else out
 
     @torch.compiler.disable
     def read_triton(self, x, norm):
         if self.run is None:
-            self.run = _Run(self.query, x, self.n_head, self.n_source, self.eps)
-            self.run.shape, self.rows = x.shape, []
+            self.run = _Run(self.query, x, self.n_head, self.eps)
+            self.run.shape = x.shape
             self.token, self.grad = _Open.apply(self.query, self.run), torch.is_grad_enabled()
-        if self.grad != torch.is_grad_enabled():
-            raise RuntimeError('one depth history is read either with gradients or under no_grad, not both')
-        self.rows += [self.run.rows(x.data) for x in self.new]              # .data: no part of the graph
-        out, lse, self.token = _Read.apply(self.token, self.run, self.rows, norm, *self.new)
-        self.new = []
-        return out, lse
+        check_grad(self.grad)
+        self.rows.append(self.run.rows(x.data))                             # .data: no part of the graph
+        out, self.token = _Read.apply(self.token, self.run, self.rows[-1], norm, x)
+        return out
 
 
 # ---- sites that share their sources
@@ -992,12 +896,14 @@ class GroupHistory:
                                               self.eps))).to(source.dtype) for s in sites]
 
     def tiles(self, x):
-        """Widths measured on an H200; None where a head is too wide, or the sources too many, for one tile."""
+        """Widths measured on an H200; None where a head is too wide or the sources are too many for one tile."""
         H, K = self.n_head, self.query.shape[1] // self.n_head
         ROWS = triton.next_power_of_2(8 - -len(self.query) // self.size)
-        read, grad = (dict(H=H, K=K, W=W, **pieces(triton.cdiv(K, W), piece), ROWS=ROWS, P=P, num_warps=W, STAGES=stages)
-                      for W, piece, P, stages in ((triton.next_power_of_2(triton.cdiv(K, 320)), 64, 16, 3),
-                                                  (triton.next_power_of_2(triton.cdiv(K, 128)), 32, 32, 2)))
+        if ROWS > 32 or (2 * ROWS + 24) * K * x.element_size() > shared_memory(x.device):
+            return None
+        read, grad = (dict(H=H, K=K, W=W, **pieces(triton.cdiv(K, W), 64), ROWS=ROWS, P=P, num_warps=W, STAGES=stages)
+                      for W, P, stages in ((triton.next_power_of_2(triton.cdiv(K, 320)), 16, 3),
+                                           (triton.next_power_of_2(triton.cdiv(K, 160)), 64, 3 if K <= 64 else 2)))
         return SimpleNamespace(K=K, most=ROWS - 8, read=read, grad=grad)
 
     @torch.compiler.disable
@@ -1008,8 +914,7 @@ class GroupHistory:
                      for s in range(at, min(at + self.size, S), 8)]               # of what one launch serves
             self.chunks = zip(*(p.split(sizes) for p in (query, null, inverse_rms(null, self.eps), self.alpha.float())))
             self.passed, self.grad = ([], []), torch.is_grad_enabled()
-        if self.grad != torch.is_grad_enabled():
-            raise RuntimeError('one depth history is read either with gradients or under no_grad, not both')
+        check_grad(self.grad)
         xs, rs = self.passed
         xs, rs = [*xs, source], [*rs, r.reshape(-1).expand(self.n_head, -1)]
         reads = []
@@ -1026,8 +931,7 @@ class GroupHistory:
 def read_all(history, x, S, sublayer=lambda x: x):
     """Every site reads, and what the sublayer makes of it is the next source."""
     for s in range(S):
-        history.append(x)
-        x = sublayer(history.read(s))
+        x = sublayer(history.read(x))
     return x
 
 

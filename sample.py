@@ -135,7 +135,7 @@ def at_every_read(model, idx, look):
         def read(self):
             x = super().read()
             if self.site < len(self.history.query):                 # delta's last read is no site
-                found.append(look(self.history.query[self.site], self.sources()))
+                found.append(look(self.history.query[self.site], list(self.sources())))
             return x
 
     found, watched = [], copy.copy(model)                           # the same parameters under another stream

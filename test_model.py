@@ -40,7 +40,7 @@ import routing_kernel
 import sample
 import train
 from model import GPT, KVCache, STREAMS, GainLinear, GPTConfig
-from routing_kernel import DepthHistory, rms_norm, route, route_weights
+from routing_kernel import DepthHistory, GroupHistory, rms_norm, route, route_weights
 
 MODES = list(STREAMS)
 SHAPE = dict(n_layer=2, n_embd=32, n_head=2, n_kv_head=1, d_ff=64, block_size=16)
@@ -141,24 +141,34 @@ def test_heads_that_do_not_divide_the_width_are_named():
             make()
 
 
-def test_history_reads_like_route_and_refuses_misuse():
+@pytest.mark.parametrize('make', [lambda query: DepthHistory(query, 2),
+                                  lambda query: GroupHistory(query, draw(3, 8, seed=3), draw(3, seed=4), 1, 2)])
+def test_a_history_refuses_misuse(make):
     query, sources = draw(3, 8), list(draw(4, 5, 8, seed=1))
-    history = DepthHistory(query, 2, n_source=4)
-    with pytest.raises(ValueError, match='0 sources'):
-        history.read(0)
-    for s, n in enumerate((1, 3, 3)):                                           # sources seen by each site
-        for source in sources[len(history.sources):n]:
-            history.append(source)
-        assert torch.equal(history.read(s), route(query[s], sources[:n], 2))
-    with pytest.raises(ValueError, match='site 1 reads after 3'):
-        history.read(1)
+    history = make(query)
+    history.read(sources[0])
     with pytest.raises(ValueError, match='float32'):
-        history.append(draw(5, 8, dtype=torch.float32))
+        history.read(draw(5, 8, dtype=torch.float32))
     with pytest.raises(ValueError, match='6, 8'):
-        history.append(draw(6, 8))
-    history.append(sources[3])
-    with pytest.raises(ValueError, match='4 sources'):
-        history.append(sources[3])
+        history.read(draw(6, 8))
+    history.read(sources[1])
+    history.read(sources[2])
+    with pytest.raises(ValueError, match='all 3 sites'):
+        history.read(sources[3])
+
+
+def test_histories_read_like_route():
+    """In a depth history site s reads sources 0..s; sites of a group read alike, but for a null source and a gate."""
+    query, null, alpha, sources = draw(5, 8), draw(5, 8, seed=1), draw(5, seed=2), list(draw(5, 3, 8, seed=3))
+    history = DepthHistory(query, 2)
+    for s in range(5):
+        assert torch.equal(history.read(sources[s]), route(query[s], sources[:s + 1], 2))
+    history, found = GroupHistory(query, null, alpha, 2, 2), []
+    for n in range(3):
+        found.append(history.read(sources[n]))
+    assert [len(reads) for reads in found] == [2, 2, 1]
+    for s, read in enumerate(sum(found, [])):
+        assert_close(read, alpha[s] * route(query[s], [null[s].expand(3, 8), *sources[:s // 2 + 1]], 2))
 
 
 # ---- the kernels: the same reads and gradients as `route`
@@ -171,173 +181,208 @@ def kernels(monkeypatch):
         monkeypatch.setattr(routing_kernel._Run, 'SHARES', 2)                   # each is a program, and those are slow
 
 
-def history_case(plan, *shape, dtype=torch.float32, device=DEVICE):
-    """query (S, D), one leaf per source and one gradient per read, of values that dtype can hold."""
-    N, D = plan.count('a'), shape[-1]
-    S = len(plan) - N
-    query = (draw(S, D) * 2 * D ** -0.5).to(device, dtype).float().requires_grad_()     # logits of about 1
-    sources = [s.to(device).requires_grad_() for s in draw(N, *shape, dtype=dtype, seed=1)]
-    return query, sources, list(draw(S, *shape, dtype=dtype, seed=2).to(device))
+# A case is a function of leaves and backend that reads a whole history, its leaves, and one gradient per read, of
+# values that the dtype can hold. As in a network, a source depends on the read before it. eps is large enough to be
+# missed, a query so large that logits are about 1.
+
+def parameters(*shape, dtype, device, seed=0, scale=1.0):
+    return (draw(*shape, seed=seed) * scale).to(device, dtype).float().requires_grad_()
 
 
-def reads(plan, query, sources, H, backend='triton'):
-    """
-    Follow a plan of appends and reads: 'arar' is two sublayers, 'anan' two whose reads are normalised, and with 'N'
-    the log-sum-exp is added as well. As in a network, a source depends on the read before it. eps is large enough
-    to be missed.
-    """
-    history, sources, out = DepthHistory(query, H, 0.1, backend, plan.count('a')), iter(sources), []
-    for step in plan:
-        if step == 'a':
-            source = next(sources)
-            history.append(source + torch.tanh(out[-1]) if out else source)
-        elif step == 'N':
-            x, lse = history.read(len(out), norm=True, lse=True)
-            out.append((x + lse.mean(-1, keepdim=True)).to(x.dtype))
-        else:
-            out.append(history.read(len(out), norm=step == 'n'))
-    return out
+def tensors(count, *shape, dtype, device, seed):
+    return list(draw(count, *shape, dtype=dtype, seed=seed).to(device))
 
 
-def gradients(out, query, sources, douts):
-    return torch.autograd.grad(out, [query, *sources], douts, materialize_grads=True)
+def depth_case(plan, *shape, H, dtype=torch.float32, device=DEVICE):
+    """The sites of a depth history, one letter each: r reads, n reads normalised."""
+    S, on = len(plan), dict(dtype=dtype, device=device)
+
+    def read(leaves, backend='triton'):
+        query, *sources = leaves
+        history, out = DepthHistory(query, H, 0.1, backend), []
+        for step, x in zip(plan, sources, strict=True):
+            out.append(history.read(x + torch.tanh(out[-1]) if out else x, norm=step == 'n'))
+        return out
+
+    query = parameters(S, shape[-1], scale=2 * shape[-1] ** -0.5, **on)
+    return read, [query, *(x.requires_grad_() for x in tensors(S, *shape, seed=1, **on))], tensors(S, *shape, seed=2, **on)
 
 
-def reads_and_gradients(plan, query, sources, douts, H, backend='triton'):
-    out = reads(plan, query, sources, H, backend)
-    return [*(x.detach().clone() for x in out), *gradients(out, query, sources, douts)]
+def group_case(S, size, *shape, H, dtype=torch.float32, device=DEVICE):
+    """S sites in groups of size."""
+    D, on = shape[-1], dict(dtype=dtype, device=device)
+
+    def read(leaves, backend='triton'):
+        query, null, alpha, *sources = leaves
+        history, out = GroupHistory(query, null, alpha, size, H, 0.1, backend), []
+        for x in sources:
+            out += history.read(x + torch.tanh(out[-1]) if out else x)
+        return out
+
+    leaves = [parameters(S, D, scale=2 * D ** -0.5, **on), parameters(S, D, seed=3, **on), parameters(S, seed=4, **on)]
+    sources = tensors(-(-S // size), *shape, seed=1, **on)
+    return read, leaves + [x.requires_grad_() for x in sources], tensors(S, *shape, seed=2, **on)
 
 
-def check_kernels(plan, *shape, H, dtype=torch.float32):
+def gradients(out, leaves, douts):
+    return torch.autograd.grad(out, leaves, douts, materialize_grads=True)
+
+
+def reads_and_gradients(read, leaves, douts, backend='triton'):
+    out = read(leaves, backend)
+    return [*(x.detach().clone() for x in out), *gradients(out, leaves, douts)]
+
+
+def check_kernels(case, dtype=torch.float32):
     """
     Off from fp64 by at most twice what PyTorch's own operations are off in this dtype: every read, every
-    gradient. The query's in 16 bits by three units of rounding more, since delta is taken from the rounded read; that
-    shows with two sources and is gone with eight.
+    gradient. The query's of a depth history in 16 bits by three units of rounding more, since delta is taken from the
+    rounded read; that shows with two sources and is gone with eight.
     """
-    query, sources, douts = history_case(plan, *shape, dtype=dtype)
-    double = [[x.detach().double().requires_grad_() for x in part] for part in ([query], sources, douts)]
-    exact = reads_and_gradients(plan, double[0][0], *double[1:], H, 'pytorch')
-    plain = reads_and_gradients(plan, query, sources, douts, H, 'pytorch')
-    ours = reads_and_gradients(plan, query, sources, douts, H)
-    names = [f'{name} {i}' for name, xs in (('read', douts), ('dq', [query]), ('ds', sources)) for i in range(len(xs))]
-    for name, e, p, o in zip(names, exact, plain, ours, strict=True):
+    read, leaves, douts = case
+    double = [x.detach().double().requires_grad_() for x in leaves]
+    exact = reads_and_gradients(read, double, [x.double() for x in douts], 'pytorch')
+    plain, ours = (reads_and_gradients(read, leaves, douts, backend) for backend in ('pytorch', 'triton'))
+    for i, (e, p, o) in enumerate(zip(exact, plain, ours, strict=True)):
         assert o.dtype == p.dtype and o.shape == p.shape
         off = [((x.double() - e).norm() / e.norm().clamp(min=1)).item() for x in (p, o)]
-        more = 1.5 * torch.finfo(dtype).eps if name == 'dq 0' and dtype != torch.float32 else 2e-6
+        more = 1.5 * torch.finfo(dtype).eps if i == len(douts) and dtype != torch.float32 else 2e-6
+        name = f'read {i}' if i < len(douts) else f'gradient {i - len(douts)}'
         assert off[1] <= 2 * off[0] + more, f'{name}: off by {off[1]:.1e}, PyTorch by {off[0]:.1e}'
 
 
-WIDTHS = [('an', 100, 1), ('arar', 384, 3), ('ananan', 768, 4), ('anaran', 8, 8), ('anar', 12, 3), ('ararar', 16, 2),
-          ('aran', 96, 1), ('anan', 320, 2), ('ar' * 20, 32, 2), ('an' * 20, 32, 2)]    # K 100 128 192 1 4 8 96 160 16
+DTYPES = [torch.float32] + [torch.bfloat16, torch.float16] * CUDA
+POSITIONS = (3, 67) if CUDA else (1, 3)
 
 
-@pytest.mark.parametrize('dtype', [torch.float32] + [torch.bfloat16, torch.float16] * CUDA)
-@pytest.mark.parametrize('plan, D, H', WIDTHS)
+@pytest.mark.parametrize('dtype', DTYPES)
+@pytest.mark.parametrize('plan, D, H', [
+    ('n', 100, 1), ('rr', 384, 3), ('nnn', 768, 4), ('nrn', 8, 8), ('nr', 12, 3), ('rrr', 16, 2), ('rn', 96, 1),
+    ('nn', 320, 2), ('r' * 20, 32, 2), ('n' * 20, 32, 2)])                      # K 100 128 192 1 4 8 96 160 16
 def test_kernels_for_any_width_and_depth(kernels, plan, D, H, dtype):
-    check_kernels(plan, *((3, 67) if CUDA else (1, 3)), D, H=H, dtype=dtype)
+    check_kernels(depth_case(plan, *POSITIONS, D, H=H, dtype=dtype), dtype)
 
 
-@pytest.mark.parametrize('plan', ['arr' * 5 + 'rrr', ('aa' + 'rnrnNrN') * 4, 'aan' * 6 + 'aaaaaaaaar', 'aaannarraraaN',
-                                  'aanNa'])
-def test_sites_without_a_new_source_and_with_several(kernels, plan):
-    check_kernels(plan, *((5, 31) if CUDA else (2,)), 32, H=2)
-
-
-@pytest.mark.parametrize('plan, D, H', [('aranraaN', 72, 3), ('ararar', 208, 1), ('anar' * 9 + 'an', 16, 2),
-                                        ('aannnannNrn', 16, 2)])                    # D = 208: two warps
+@pytest.mark.parametrize('plan, D, H', [('rnnr', 72, 3), ('rrr', 208, 1), ('nr' * 9 + 'n', 16, 2)])     # 208: two warps
 def test_two_phases(kernels, monkeypatch, plan, D, H):
     """Groups of two sites make several groups of a short plan."""
     monkeypatch.setattr(routing_kernel._Run, 'C', 2)
     monkeypatch.setattr(routing_kernel._Run, 'FEW', 1)
-    check_kernels(plan, 3, 5, D, H=H)
+    check_kernels(depth_case(plan, 3, 5, D, H=H))
 
 
-def test_zero_rows(kernels):
-    out, *grads = reads_and_gradients('ar', *history_case('ar', 0, 3, 32), 2)
-    assert out.shape == (0, 3, 32) and grads[0].shape == (1, 32) and grads[0].abs().max() == 0
+@pytest.mark.parametrize('dtype', DTYPES)
+@pytest.mark.parametrize('S, size, D, H', [
+    (5, 4, 100, 1), (3, 1, 384, 3), (4, 2, 12, 3), (2, 1, 8, 8), (6, 6, 96, 1), (3, 2, 320, 2),
+    (11, 10, 32, 2), (10, 1, 32, 2), (2, 2, 352, 1)])           # ten sites: two launches; ten sources: a larger tile
+def test_sites_that_share_sources_for_any_width(kernels, S, size, D, H, dtype):
+    check_kernels(group_case(S, size, *POSITIONS, D, H=H, dtype=dtype), dtype)
 
 
-def test_memory_layout_does_not_matter(kernels):
-    plan, (query, sources, douts) = 'arar', history_case('arar', 2, 2, 32)
-    same = lambda f: ([f(x.detach()).requires_grad_() for x in sources], [f(x) for x in douts])
-    strided = query.detach().repeat_interleave(2, 1)[:, ::2].requires_grad_()
-    expected = reads_and_gradients(plan, query, sources, douts, 2)
-    for layout in (lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), lambda x: x.repeat(1, 1, 3)[:, :, 32:64]):
-        assert not layout(sources[0]).is_contiguous()
-        assert all(map(torch.equal, reads_and_gradients(plan, strided, *same(layout), 2), expected))
+def test_more_sources_than_a_tile_holds(kernels):
+    read, leaves, douts = group_case(26, 1, 2, 8, H=2)
+    assert_close(*(reads_and_gradients(read, leaves, douts, backend) for backend in ('triton', 'pytorch')))
+
+
+either_history = pytest.mark.parametrize('make', [
+    lambda *shape, H=2, **on: depth_case('rrrr', *shape, H=H, **on),
+    lambda *shape, H=2, **on: group_case(8, 2, *shape, H=H, **on)], ids=['depth', 'group'])
+
+
+@either_history
+def test_zero_rows(kernels, make):
+    read, leaves, douts = make(0, 3, 32)
+    *out, dq = reads_and_gradients(read, leaves, douts)[:len(douts) + 1]
+    assert all(x.shape == (0, 3, 32) for x in out) and dq.shape == leaves[0].shape and dq.abs().max() == 0
+
+
+@either_history
+def test_memory_layout_does_not_matter(kernels, make):
+    read, leaves, douts = make(2, 2, 32)
+    first = len(leaves) - 4                                                     # of four sources
+
+    def with_layout(f):
+        parts = [x.detach().repeat_interleave(2, -1)[..., ::2].requires_grad_() for x in leaves[:first]]
+        return reads_and_gradients(read, parts + [f(x.detach()).requires_grad_() for x in leaves[first:]],
+                                   [f(x) for x in douts])
+
     rows = lambda x: x[:1].expand(2, 2, 32)                                     # the batch repeats one row
-    expected = reads_and_gradients(plan, query, *same(lambda x: rows(x).contiguous()), 2)
-    assert all(map(torch.equal, reads_and_gradients(plan, query, *same(rows), 2), expected))
+    for layout, like in ((lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), lambda x: x),
+                         (lambda x: x.repeat(1, 1, 3)[:, :, 32:64], lambda x: x), (rows, lambda x: rows(x).contiguous())):
+        assert not layout(leaves[-1]).is_contiguous()
+        assert all(map(torch.equal, with_layout(layout), with_layout(like)))
 
 
-@pytest.mark.parametrize('frozen', ['query', 'sources', 'first sources', 'query and first sources'])
-def test_frozen_inputs(kernels, frozen):
-    plan, (query, sources, douts) = 'arararar', history_case('arararar', 3, 32)
-    query.requires_grad_('query' not in frozen)
-    for s in sources[:2 if 'first' in frozen else 4]:
-        s.requires_grad_('sources' not in frozen)
-    leaves = [x for x in (query, *sources) if x.requires_grad]
-    a, b = ([torch.autograd.grad(reads(plan, query, sources, 2, backend)[2:], leaves, douts[2:])]
-            for backend in ('triton', 'pytorch'))
-    assert_close(a, b)
+@either_history
+@pytest.mark.parametrize('frozen', ['parameters', 'sources', 'first sources', 'all but the last source'])
+def test_frozen_inputs(kernels, make, frozen):
+    read, leaves, douts = make(3, 32)
+    first = len(leaves) - 4
+    for i, x in enumerate(leaves):
+        x.requires_grad_(not (i in {'parameters': range(first), 'sources': range(first, first + 4), 'first sources':
+                                    range(first, first + 2)}.get(frozen, range(first + 3))))
+    live = [x for x in leaves if x.requires_grad]
+    assert_close(*(gradients(read(leaves, backend)[-1:], live, douts[-1:]) for backend in ('triton', 'pytorch')))
 
 
-def test_loss_on_some_reads_only(kernels):
-    plan, (query, sources, douts) = 'ararararar', history_case('ararararar', 3, 32)
-    for some in ([4], [1, 2], [0, 3]):
-        a, b = ([reads(plan, query, sources, 2, backend)[s] for s in some] for backend in ('triton', 'pytorch'))
-        assert_close(*(gradients(out, query, sources, [douts[s] for s in some]) for out in (a, b)))
+@either_history
+def test_loss_on_some_reads_only(kernels, make):
+    read, leaves, douts = make(3, 32)
+    for some in ([-1], [1, 2], [0, 3]):
+        a, b = ([read(leaves, backend)[s] for s in some] for backend in ('triton', 'pytorch'))
+        assert_close(*(gradients(out, leaves, [douts[s] for s in some]) for out in (a, b)))
 
 
-def test_histories_do_not_share_memory(kernels):
+@either_history
+def test_histories_do_not_share_memory(kernels, make):
     """Two forwards before a backward, and one whose backward never comes, are as if each had been alone."""
-    cases = [history_case('arar', 3, 32), history_case('arar', 3, 32)]
-    cases[1] = cases[1][0], [(2 * s.detach()).requires_grad_() for s in cases[1][1]], cases[1][2]
-    alone = [gradients(reads('arar', *case[:2], 2), *case) for case in cases]
-    first, second = (reads('arar', *case[:2], 2) for case in cases)
-    reads('arar', *cases[0][:2], 2)
-    assert all(map(torch.equal, gradients(first, *cases[0]), alone[0]))
-    assert all(map(torch.equal, gradients(second, *cases[1]), alone[1]))
+    read, leaves, douts = make(3, 32)
+    cases = leaves, leaves[:-1] + [(2 * leaves[-1].detach()).requires_grad_()]
+    alone = [gradients(read(case), case, douts) for case in cases]
+    first, second = (read(case) for case in cases)
+    read(leaves)
+    assert all(map(torch.equal, gradients(first, cases[0], douts), alone[0]))
+    assert all(map(torch.equal, gradients(second, cases[1], douts), alone[1]))
 
 
-def test_backward_twice(kernels):
+@either_history
+def test_backward_twice(kernels, make):
     """As anywhere in PyTorch: with retain_graph it gives the same again, without it is an error."""
-    query, sources, douts = history_case('arararar', 2, 16)
-    out, expected = (reads('arararar', query, sources, 1, backend) for backend in ('triton', 'pytorch'))
+    read, leaves, douts = make(2, 16, H=1)
+    out, expected = (read(leaves, backend) for backend in ('triton', 'pytorch'))
 
     def some(out, these):                       # a part of the reads, also an earlier one after a later one
-        return torch.autograd.grad([out[s] for s in these], [query, *sources], [douts[s] for s in these],
+        return torch.autograd.grad([out[s] for s in these], leaves, [douts[s] for s in these],
                                    retain_graph=True, materialize_grads=True)
 
     for these in [0, 1, 2, 3], [1], [0, 3], [2]:
         assert_close(some(out, these), some(expected, these))
-    first, again = gradients(out, query, sources, douts), lambda: gradients(out, query, sources, douts)
-    assert_close(first, some(expected, [0, 1, 2, 3]))
+    first, again = gradients(out, leaves, douts), lambda: gradients(out, leaves, douts)
+    assert_close(first, some(expected, range(len(out))))
     pytest.raises(RuntimeError, again).match('second time')
 
 
-def test_a_backward_that_was_interrupted_leaves_nothing_behind(kernels):
-    query, sources, douts = history_case('arararar', 2, 16)
-    expected = gradients(reads('arararar', query, sources, 1)[:2], query, sources, douts[:2])
-    out = reads('arararar', query, sources, 1)
+@either_history
+def test_a_backward_that_was_interrupted_leaves_nothing_behind(kernels, make):
+    read, leaves, douts = make(2, 16, H=1)
+    expected = gradients(read(leaves)[:2], leaves, douts[:2])
+    out = read(leaves)
 
     def fail(grad):
         raise ZeroDivisionError
 
     handle = out[1].register_hook(fail)
     with pytest.raises(ZeroDivisionError):
-        torch.autograd.grad(out, [query, *sources], douts, retain_graph=True)
+        torch.autograd.grad(out, leaves, douts, retain_graph=True)
     handle.remove()
-    assert_close(gradients(out[:2], query, sources, douts[:2]), expected)     # nothing of the later sites, seen before
+    assert_close(gradients(out[:2], leaves, douts[:2]), expected)           # nothing of the later sites, seen before
 
 
 @pytest.mark.parametrize('which', ['source', 'read'])
 def test_what_backward_needs_may_not_be_modified(kernels, which):
-    query, sources, _ = history_case('arar', 2, 16)
-    history = DepthHistory(query, 1, backend='triton')
-    source = sources[0] * 2
-    history.append(source)
-    out = history.read(0)
+    history = DepthHistory(parameters(2, 16, dtype=torch.float32, device=DEVICE), 1, backend='triton')
+    source = torch.ones(2, 16, device=DEVICE, requires_grad=True) * 2
+    out = history.read(source)
     loss = out.sum()
     with torch.no_grad(), pytest.raises(RuntimeError, match='modified by an inplace|modified inplace'):
         (source if which == 'source' else out).mul_(2)
@@ -348,32 +393,31 @@ def test_what_backward_needs_may_not_be_modified(kernels, which):
 @pytest.mark.parametrize('first, D', [(1, 40), (1, 32)])
 def test_a_query_that_is_a_slice_and_changes_before_backward(kernels, first, D):
     """The kernels take it as it was when the first site read."""
-    plan, (query, sources, douts) = 'ararar', history_case('ararar', 2, D)
-    expected = gradients(reads(plan, query, sources, 2, 'pytorch'), query, sources, douts)
+    read, (query, *sources), douts = depth_case('rrr', 2, D, H=2)
+    expected = gradients(read([query, *sources], 'pytorch'), [query, *sources], douts)
     whole = torch.zeros(4 + len(query), D, device=DEVICE)
     whole[first:first + len(query)] = query.detach()
-    part = whole[first:first + len(query)].requires_grad_()
-    out = reads(plan, part, sources, 2)
+    leaves = [whole[first:first + len(query)].requires_grad_(), *sources]
+    out = read(leaves)
     with torch.no_grad():
         whole.mul_(2)
-    assert_close(gradients(out, part, sources, douts), expected)
+    assert_close(gradients(out, leaves, douts), expected)
 
 
-def test_second_derivatives_are_refused(kernels):
-    query, sources, _ = history_case('arar', 2, 16)
+@either_history
+def test_second_derivatives_are_refused(kernels, make):
+    read, leaves, _ = make(2, 16, H=1)
     with pytest.raises(RuntimeError, match='no second derivatives'):
-        torch.autograd.grad(reads('arar', query, sources, 1)[1].sum(), query, create_graph=True)
+        torch.autograd.grad(read(leaves)[-1].sum(), leaves[0], create_graph=True)
 
 
 def test_backward_frees_what_only_it_needed(kernels):
     """Also while somebody keeps the loss, and with a query that is not trained."""
-    query, sources, _ = history_case('arar', 2, 16)
+    _, (query, x, _), _ = depth_case('rr', 2, 16, H=1)
     history = DepthHistory(query.detach(), 1, backend='triton')
-    first, run = sources[0] * 2, None
+    first, run = x * 2, None
     memory = weakref.ref(first.untyped_storage())
-    history.append(first)
-    history.append(torch.tanh(history.read(0)))
-    loss, run = history.read(1).sum(), history.run
+    loss, run = history.read(torch.tanh(history.read(first))).sum(), history.run
     del history, first
     assert memory() is not None
     loss.backward()
@@ -382,14 +426,12 @@ def test_backward_frees_what_only_it_needed(kernels):
 
 def test_nothing_outlives_a_history(kernels):
     """No reference cycle runs through the graph, where Python's collector could not see it."""
-    query, sources, douts = history_case('arar', 2, 16)
+    _, (query, x, _), _ = depth_case('rr', 2, 16, H=1)
     gc.disable()
     try:
         history = DepthHistory(query, 1, backend='triton')
-        history.append(torch.tanh(sources[0]))
-        out = history.read(0)
-        history.append(torch.tanh(out))
-        loss, alive = history.read(1).sum(), weakref.ref(history.run)
+        out = history.read(torch.tanh(x))
+        loss, alive = history.read(torch.tanh(out)).sum(), weakref.ref(history.run)
         loss.backward()
         del history, out, loss
         assert alive() is None
@@ -397,61 +439,66 @@ def test_nothing_outlives_a_history(kernels):
         gc.enable()
 
 
-def test_a_history_is_read_with_gradients_or_without(kernels):
-    query, sources, _ = history_case('arar', 2, 16)
-    history = DepthHistory(query, 1, backend='triton')
-    history.append(sources[0])
+@pytest.mark.parametrize('make', [lambda query: DepthHistory(query, 1, backend='triton'),
+                                  lambda query: GroupHistory(query, query, query[:, 0], 1, 1, backend='triton')])
+def test_a_history_is_read_with_gradients_or_without(kernels, make):
+    _, (query, *sources), _ = depth_case('rr', 2, 16, H=1)
+    history = make(query)
     with torch.no_grad():
-        history.read(0)
-    history.append(sources[1])
+        history.read(sources[0])
     with pytest.raises(RuntimeError, match='under no_grad, not both'):
-        history.read(1)
+        history.read(sources[1])
 
 
 def test_the_only_source_has_a_zero_query_gradient(kernels):
     """Not a missing one: every process of a distributed run must find a gradient."""
-    query, sources, douts = history_case('ar', 3, 32)
-    dq, ds = gradients(reads('ar', query, sources, 2), query, sources, douts)
+    read, leaves, douts = depth_case('r', 3, 32, H=2)
+    dq, ds = gradients(read(leaves), leaves, douts)
     assert dq.abs().max() < 1e-5 and torch.allclose(ds, douts[0])
 
 
-def test_no_grad(kernels):
-    """As in generation: one token at a time; only one copy of every source is kept."""
-    query, sources, _ = history_case('ararar', 1, 1, 32)
-    expected = reads('ararar', query, sources, 2, 'pytorch')
+@either_history
+def test_no_grad(kernels, make):
+    """As in generation: one token at a time."""
+    read, leaves, _ = make(1, 1, 32)
+    expected = read(leaves, 'pytorch')
     with torch.no_grad():
-        out = reads('ararar', query, sources, 2)
+        out = read(leaves)
     assert_close(out, [x.detach() for x in expected])
     assert not any(x.requires_grad for x in out)
 
 
 @needs_gpu
-def test_kernels_repeat_bitwise(kernels):
-    case = history_case('ar' * 20, 3, 67, 96, dtype=torch.bfloat16)
-    first, *others = (reads_and_gradients('ar' * 20, *case, 2) for _ in range(20))  # the first compiles
+@pytest.mark.parametrize('case', [depth_case('r' * 20, 3, 67, 96, H=2, dtype=torch.bfloat16),
+                                  group_case(20, 3, 3, 67, 96, H=2, dtype=torch.bfloat16)] if CUDA else [None] * 2)
+def test_kernels_repeat_bitwise(kernels, case):
+    first, *others = (reads_and_gradients(*case) for _ in range(20))            # the first compiles
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
 @needs_gpu
-@pytest.mark.parametrize('S, rows, gib', [(33, 64 * 1024, 40), (2, 66 * 32768, 110)])
-def test_offsets_beyond_31_bits(kernels, S, rows, gib):
+@pytest.mark.parametrize('S, size, rows, gib', [(33, None, 64 * 1024, 40), (2, None, 66 * 32768, 110),
+                                                (2, 2, 66 * 32768, 60), (6, 3, 22 * 32768, 60)])
+def test_offsets_beyond_31_bits(kernels, S, size, rows, gib):
     """The last positions read and get gradients as they do on their own, where offsets are small."""
     gc.collect()
     torch.cuda.empty_cache()
     if torch.cuda.mem_get_info()[0] < gib * 2**30:
         pytest.skip(f'needs {gib} GiB of free GPU memory')
     options = dict(device=DEVICE, dtype=torch.bfloat16)
-    query = draw(S, 1024).to(DEVICE, torch.float32).requires_grad_()
-    sources = [torch.randn(rows, 1024, **options).requires_grad_() for _ in range(S)]
+    query, null, alpha = (draw(*shape, seed=i).to(DEVICE, torch.float32).requires_grad_()
+                          for i, shape in enumerate(((S, 1024), (S, 1024), (S,))))
+    sources = [torch.randn(rows, 1024, **options).requires_grad_() for _ in range(-(-S // (size or 1)))]
     dout = torch.zeros(rows, 1024, **options)
     dout[-1] = draw(1024)
     last = [s.detach()[-128:].clone().requires_grad_() for s in sources]
     results = []
     for xs, do in (sources, dout), (last, dout[-128:]):
-        history = DepthHistory(query, 8, backend='triton')
-        for site, x in enumerate(xs):
-            history.append(x)
-            out = history.read(site)
+        history = (GroupHistory(query, null, alpha, size, 8, backend='triton') if size else
+                   DepthHistory(query, 8, backend='triton'))
+        for x in xs:
+            out = history.read(x)
+        out = out[-1] if size else out
         value = out.detach()[-1].clone()
         dq, *ds = torch.autograd.grad(out, [query, *xs], do)
         results.append([value, dq, *(d[-1].clone() for d in ds)])
@@ -461,28 +508,28 @@ def test_offsets_beyond_31_bits(kernels, S, rows, gib):
 
 
 @needs_gpu
+@either_history
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason='needs two CUDA devices')
-def test_another_than_the_current_device(kernels):
-    a, b = (reads_and_gradients('arar', *history_case('arar', 3, 32, device=d), 2) for d in ('cuda:0', 'cuda:1'))
+def test_another_than_the_current_device(kernels, make):
+    a, b = (reads_and_gradients(*make(3, 32, device=d)) for d in ('cuda:0', 'cuda:1'))
     assert all(torch.equal(x.cpu(), y.cpu()) and y.device.index == 1 for x, y in zip(a, b, strict=True))
 
 
 @needs_gpu
-def test_forward_and_backward_as_one_cuda_graph(kernels):
-    plan = 'ar' * 10
-    query, sources, douts = history_case(plan, 2, 67, 64)
-    other = [s.detach().flip(0) for s in sources]
+@pytest.mark.parametrize('case', [depth_case('r' * 10, 2, 67, 64, H=4), group_case(10, 3, 2, 67, 64, H=4)])
+def test_forward_and_backward_as_one_cuda_graph(kernels, case):
+    read, leaves, douts = case
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        reads_and_gradients(plan, query, sources, douts, 4)                     # compiles
+        reads_and_gradients(*case)                                              # compiles
     side.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=side):
-        replayed = reads_and_gradients(plan, query, sources, douts, 4)
-    for s, new in zip(sources, other):
-        s.data.copy_(new)
+        replayed = reads_and_gradients(*case)
+    for x in leaves[-4:]:
+        x.data.copy_(x.detach().flip(0))
     graph.replay()
-    assert all(map(torch.equal, replayed, reads_and_gradients(plan, query, sources, douts, 4)))
+    assert all(map(torch.equal, replayed, reads_and_gradients(*case)))
 
 
 # ---- the model
