@@ -30,6 +30,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from routing_kernel import DepthHistory, GroupHistory, inverse_rms, rms_norm, upcast
 
@@ -116,6 +117,25 @@ class DepthAttention:
         self.y = y
 
 
+class NormOfSum(torch.autograd.Function):
+    """rms_norm(x + y), x, y: B T D. Its gradient is made of its result, so that neither x nor y must be kept for it."""
+
+    @staticmethod
+    def forward(ctx, x, y, eps):
+        s = upcast(x) + y
+        r = inverse_rms(s, eps)[..., None]
+        h = (s * r).to(x.dtype)
+        ctx.save_for_backward(h, r)
+        return h
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dh):
+        h, r = ctx.saved_tensors
+        ds = (r * (dh - h * (upcast(dh) * h).mean(-1, keepdim=True))).to(h.dtype)
+        return ds, ds, None
+
+
 class GatedDepthAttention:
     """
     delta: h = x + alpha_s * out_s;  y = f(norm(h));  x = x + y.  out_s attends over a learned null source, the
@@ -136,7 +156,7 @@ class GatedDepthAttention:
         """The sum after output y, and what is read of it with out, the gate's."""
         x = x if y is None else x + y
         # With alpha = 0 this is the norm of x: a closed gate leaves the standard model bit for bit.
-        return x, rms_norm(x if out is None else upcast(x) + out, eps).to(x.dtype)
+        return x, rms_norm(x, eps) if out is None else NormOfSum.apply(x, out, eps)
 
     @staticmethod
     def next_group(x, y, start, eps):

@@ -39,7 +39,7 @@ import prepare_data
 import routing_kernel
 import sample
 import train
-from model import GPT, KVCache, STREAMS, GainLinear, GPTConfig
+from model import GPT, KVCache, STREAMS, GainLinear, GPTConfig, NormOfSum
 from routing_kernel import DepthHistory, GroupHistory, rms_norm, route, route_weights
 
 MODES = list(STREAMS)
@@ -752,6 +752,12 @@ def test_delta_reads_alike_with_the_kernels(kernels):
     a, b = (loss_and_gradients(tiny('delta', spread=0.2, n_layer=3, n_depth_group=2, routing=routing).to(DEVICE), idx)
             for routing in ('triton', 'pytorch'))
     assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_norm_of_a_sum_has_the_gradient_of_its_parts():
+    x, y = (draw(3, 8, seed=i).requires_grad_() for i in range(2))
+    assert torch.equal(NormOfSum.apply(x, y, 0.1), rms_norm(x + y, 0.1))
+    assert torch.autograd.gradcheck(lambda x, y: NormOfSum.apply(x, y, 0.1), (x, y))
 
 
 def test_the_gate_learns_first_then_what_is_behind_it():
