@@ -117,23 +117,24 @@ class DepthAttention:
         self.y = y
 
 
-class NormOfSum(torch.autograd.Function):
-    """rms_norm(x + y), x, y: B T D. Its gradient is made of its result, so that neither x nor y must be kept for it."""
+class NextSite(torch.autograd.Function):
+    """
+    What a delta site does besides attending, by the two halves that its stream has. The norm's gradient is made of
+    its result, so that neither the sum nor what was added to it must be kept.
+    """
 
     @staticmethod
-    def forward(ctx, x, y, eps):
-        s = upcast(x) + y
-        r = inverse_rms(s, eps)[..., None]
-        h = (s * r).to(x.dtype)
+    def forward(ctx, stream, x, y, out):
+        x, h, r = stream.site_forward(x, y, out, stream.eps)
+        ctx.site_backward = stream.site_backward
         ctx.save_for_backward(h, r)
-        return h
+        return x, h
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dh):
-        h, r = ctx.saved_tensors
-        ds = (r * (dh - h * (upcast(dh) * h).mean(-1, keepdim=True))).to(h.dtype)
-        return ds, ds, None
+    def backward(ctx, dx, dh):
+        dx, ds = ctx.site_backward(dx, dh, *ctx.saved_tensors)
+        return tuple(d if needed else None for d, needed in zip((None, dx, dx, ds), ctx.needs_input_grad))
 
 
 class GatedDepthAttention:
@@ -149,22 +150,28 @@ class GatedDepthAttention:
         return {'query': torch.zeros(shape), 'gain': torch.ones(shape), 'null': torch.zeros(shape),
                 'alpha': torch.zeros(shape[0])}
 
-    # What a site does besides attending, in two functions: compiled, each row moves once.
+    # Functions of tensors alone, so that they can be compiled: each row then moves once.
+    parts = 'site_forward', 'site_backward', 'next_group'
 
     @staticmethod
-    def next_site(x, y, out, eps):
-        """The sum after output y, and what is read of it with out, the gate's."""
+    def site_forward(x, y, out, eps):
+        """The sum after output y, rms_norm of this plus out, and 1 / RMS. y and out may be None."""
         x = x if y is None else x + y
-        # With alpha = 0 this is the norm of x: a closed gate leaves the standard model bit for bit.
-        return x, rms_norm(x, eps) if out is None else NormOfSum.apply(x, out, eps)
+        s = upcast(x) if out is None else upcast(x) + out           # with out = 0 a site of the standard model
+        r = inverse_rms(s, eps)[..., None]
+        return x, (s * r).to(x.dtype), r
+
+    @staticmethod
+    def site_backward(dx, dh, h, r):
+        """The gradients of x (and y) and of out."""
+        ds = (r * (dh - h * (upcast(dh) * h).mean(-1, keepdim=True))).to(h.dtype)
+        return dx + ds, ds
 
     @staticmethod
     def next_group(x, y, start, eps):
         """The sum after output y, the last of a group; what the group has added since start: a source; its 1 / RMS."""
         x = x + y
         return x, x - start, inverse_rms(x - start, eps)
-
-    parts = 'next_site', 'next_group'                               # compile_parts compiles them
 
     def __init__(self, x, p, config):
         size = 2 * -(-config.n_layer // config.n_depth_group)       # sublayers of a group; the last may be short
@@ -188,7 +195,7 @@ class GatedDepthAttention:
                 self.x, source, r = self.next_group(self.x, self.y, self.start, self.eps)
                 self.outs, self.start, self.y = self.history.read(source, r), self.x, None
             out = self.outs[self.site % self.history.size]
-        self.x, h = self.next_site(self.x, self.y, out, self.eps)
+        self.x, h = NextSite.apply(self, self.x, self.y, out)
         return h
 
     def append(self, y):
