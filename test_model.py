@@ -697,7 +697,7 @@ def test_compiled_is_eager_also_for_another_length(residual):
         (a, da), (b, db) = (loss_and_gradients(model, idx) for model in (eager, compiled))
         assert a == pytest.approx(b, rel=1e-4)
         assert_close(da, db, rtol=1e-3, atol=1e-4)
-    assert torch._dynamo.utils.counters['stats']['unique_graphs'] <= 16
+    assert torch._dynamo.utils.counters['stats']['unique_graphs'] <= 20
 
 
 # ---- delta and hyper-connections
