@@ -13,6 +13,9 @@ no arithmetic: site s reads s + 1 rows of width D for every position):
                  bitwise repeatable. It has the same two shapes: `grad_group` sums over the far
                  sites for C sources at once, `grad_site` adds the few near ones.
 
+Sites that read the same few sources (those of one group of a delta model) are simpler: one launch
+serves them all, `read_shared` and `grad_shared`.
+
 Symbols: B batch, T sequence, D width, H routing heads of width K = D / H, S sites, N sources.
 """
 from __future__ import annotations
