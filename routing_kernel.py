@@ -26,6 +26,7 @@ import sys
 from types import SimpleNamespace
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 try:
     import triton
@@ -979,12 +980,18 @@ def main():
     if device == 'cpu':
         return
 
-    def milliseconds(f):
-        return triton.testing.do_bench(f, warmup=200, rep=500, return_mode='median')
+    def milliseconds(f, repeat=10):
+        """In kernels. Launching them from Python may take longer; in training a CUDA graph launches them."""
+        f()
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            for _ in range(repeat):
+                f()
+            torch.cuda.synchronize()
+        return sum(e.self_device_time_total for e in found.key_averages()) / repeat / 1e3
 
     big = torch.empty(2**30, dtype=torch.uint8, device=device)
     source = torch.empty_like(big)
-    bandwidth = 2 * big.numel() / milliseconds(lambda: big.copy_(source)) / 1e6                 # bytes a ms
+    bandwidth = 2 * big.numel() / triton.testing.do_bench(lambda: big.copy_(source))        # bytes a ms
     del big, source
     print(f'\ncopy bandwidth {bandwidth / 1e9:.2f} TB/s; ms of all sites; floor: the rows at that bandwidth')
     print(f'{"shape":38} forward backward    both     rows   floor  reached   pytorch  compiled')
@@ -994,18 +1001,25 @@ def main():
         x, g = (torch.randn(tokens, D, device=device, dtype=torch.bfloat16) for _ in 'xg')
         x.requires_grad_()
 
-        def step(backend, backward=True):
-            out = read_all(DepthHistory(q, H, backend=backend), x, S)
-            if backward:
-                torch.autograd.grad(out, (q, x), g)
+        def kernels():
+            return read_all(DepthHistory(q, H, backend='triton'), x, S)
 
-        forward, both = milliseconds(lambda: step('triton', False)), milliseconds(lambda: step('triton'))
+        def plain():
+            sources = [x]
+            for s in range(S):
+                sources.append(route(q[s], sources, H))
+            return sources[-1]
+
+        def both_ways(f):
+            return lambda: torch.autograd.grad(f(), (q, x), g)
+
+        forward, both = milliseconds(kernels), milliseconds(both_ways(kernels))
         rows = sum(rows_moved(S))
         floor = rows * tokens * D * 2 / bandwidth
         others = []                             # of the others only the first: they keep S^2 / 2 rows in fp32
-        for f in (step, torch.compile(step)) if (S, H) == (25, 8) else ():
+        for f in (plain, torch.compile(plain)) if (S, H) == (25, 8) else ():
             try:
-                others.append(f'{milliseconds(lambda: f("pytorch")):9.1f}')
+                others.append(f'{milliseconds(both_ways(f)):9.1f}')
             except torch.OutOfMemoryError:
                 others.append(f'{"-":>9}')
         print(f'{f"S={S} D={D} H={H} {tokens} positions":38} {forward:7.2f} {both - forward:8.2f} {both:7.2f} {rows:8} '
