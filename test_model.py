@@ -748,7 +748,7 @@ def test_delta_is_the_equations(L, n_depth_group):
 
 
 def test_delta_reads_alike_with_the_kernels(kernels):
-    """Sites without a new source, and the gradient through the log-sum-exp, as a model has them."""
+    """Two groups of sites, and the gradients that pass from one to the next, as a model has them."""
     idx = tokens(2, 6).to(DEVICE)
     a, b = (loss_and_gradients(tiny('delta', spread=0.2, n_layer=3, n_depth_group=2, routing=routing).to(DEVICE), idx)
             for routing in ('triton', 'pytorch'))
