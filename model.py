@@ -120,7 +120,7 @@ class DepthAttention:
 class NextSite(torch.autograd.Function):
     """
     What a delta site does besides attending, by the two halves that its stream has. The norm's gradient is made of
-    its result, so that neither the sum nor what was added to it must be kept.
+    its result, so that neither the sum nor what was added to it must be kept. No second derivatives.
     """
 
     @staticmethod

@@ -434,7 +434,7 @@ def grad_query(V, Q, DZ, DQ, s, end, n, count, BT, S, SP,
 # and with r an input of its own, dr = sum dz <q, v>, since who made the source has its row at hand.
 
 @jit
-def places(XS, Q, row):
+def places_of(XS, Q, row):
     """Where the tensors of the tuple XS lie, as `place` says, the first in row 8."""
     found = tl.zeros_like(row).to(tl.int64)
     for j in tl.static_range(len(XS)):
@@ -449,9 +449,9 @@ def shared_rows(XS, NULL, RS, Q, row, count, n, c):
     r is, in elements from RS[0]; by site c, which it sees.
     """
     null, source = row < count, (row >= 8) & (row < 8 + n)
-    at = tl.where(null, place(NULL, Q), places(XS, Q, row)) * 16
+    at = tl.where(null, place(NULL, Q), places_of(XS, Q, row)) * 16
     sees = tl.where(row[:, None] < 8, row[:, None] == c[None, :], source[:, None])
-    return null, source, at, places(RS, RS[0], row) * 16, sees
+    return null, source, at, places_of(RS, RS[0], row) * 16, sees
 
 
 @jit(do_not_specialize=['count', 'n'])
@@ -502,10 +502,10 @@ def grad_shared(XS, RS, NULL, RNULL, Q, ALPHA, DOS, MORE, MORE_R, DX, DR, SUMS, 
     there, rnull = null | source, tl.load(RNULL + row, mask=null, other=0.0)
     # A second tile holds the sites: their do, then their queries, for one product with each row and one mix of all.
     query = u_row >= 8
-    u_at, u_there = tl.where(query, (u_row - 8) * D, places(DOS, Q, u_row + 8) * 16), u_row % 8 < count
+    u_at, u_there = tl.where(query, (u_row - 8) * D, places_of(DOS, Q, u_row + 8) * 16), u_row % 8 < count
     alpha = tl.load(ALPHA + c, mask=mc, other=0.0)
     if MORE is not None:
-        more_at, more_r_at = places(MORE, Q, row) * 16, places(MORE_R, RS[0], row) * 16
+        more_at, more_r_at = places_of(MORE, Q, row) * 16, places_of(MORE_R, RS[0], row) * 16
     t0 = (tl.program_id(0) // H).to(tl.int64) * P
     BT = BT + t0 * 0
     # Rows below 8 of acc and drsum go on summing, the others start anew at each position with what MORE holds.
@@ -686,7 +686,7 @@ class _Run:
 
 def refuse_second_derivatives():
     if torch.is_grad_enabled():                                             # that is how create_graph shows in backward
-        raise RuntimeError('the kernels have no second derivatives: routing=pytorch has, for create_graph=True')
+        raise RuntimeError('the kernels have no second derivatives: attnres and mhar with routing=pytorch have')
 
 
 class _Open(torch.autograd.Function):
@@ -848,19 +848,17 @@ class _SharedRead(torch.autograd.Function):
         query, _, _, _, x, *_ = inputs
         count, D, n = *query.shape, len(inputs) // 2 - 2
         BT, H = x.numel() // D, D // tiles.K
-        dos, more, more_r = (
-            [aligned(like.new_zeros(like.shape) if g is None else g) for g in grads[i:j]]
-            for i, j, like in ((0, count, x), (count, count + n, x), (count + n, count + 2 * n, inputs[-1])))
-        if all(g is None for g in grads[count:]):                           # no later site reads these sources
-            more = more_r = None
-        else:
-            more, more_r = fill(more, tiles.most), fill(more_r, tiles.most)
+        given = lambda grads, like: [aligned(like.new_zeros(like.shape) if g is None else g) for g in grads]
+        more = more_r = None                                                # where no later site reads these sources
+        if any(g is not None for g in grads[count:]):
+            more = fill(given(grads[count:count + n], x), tiles.most)
+            more_r = fill(given(grads[count + n:], inputs[-1]), tiles.most)
         shares = triton.cdiv(BT, tiles.grad['P'])
         dx, dr = x.new_empty(n, *x.shape), inputs[-1].new_empty(n, H, BT)
         sums = dr.new_empty(shares, 2, 8, D + H)
         with torch.cuda.device_of(x):
-            grad_shared[(H * shares,)](*_SharedRead.inputs(tiles, *inputs), fill(dos, 8), more, more_r, dx, dr, sums,
-                                       count, n, BT, **tiles.grad)
+            grad_shared[(H * shares,)](*_SharedRead.inputs(tiles, *inputs), fill(given(grads[:count], x), 8), more,
+                                       more_r, dx, dr, sums, count, n, BT, **tiles.grad)
         (dq, dalpha), (dnull, drnull) = (part[:count].split((D, H), -1) for part in sums.sum(0))
         return None, dq.to(x.dtype), dnull.to(x.dtype), drnull.sum(-1), dalpha.sum(-1), *dx, *dr
 
@@ -871,7 +869,9 @@ class GroupHistory:
     its own and through a gate: site s reads alpha_s * route(query_s, [null_s, *sources]).
 
     query, null (S, D), alpha (S,): the sites' effective queries, null sources and gates; size: sites of a group, of
-    which the last may be short. The rest, and what is said of sources, as in DepthHistory.
+    which the last may be short. The rest, and what is said of sources, as in DepthHistory; query, null and alpha may
+    not be modified before backward either. More than 24 groups, or a head too wide for the GPU's shared memory, take
+    the PyTorch reference.
     """
 
     def __init__(self, query, null, alpha, size, n_head, eps=1e-6, backend='auto'):
@@ -920,7 +920,7 @@ class GroupHistory:
             self.passed, self.grad = ([], []), torch.is_grad_enabled()
         check_grad(self.grad)
         xs, rs = self.passed
-        xs, rs = [*xs, source], [*rs, r.reshape(-1).expand(self.n_head, -1)]
+        xs, rs = [*xs, source.contiguous()], [*rs, r.reshape(-1).expand(self.n_head, -1)]
         reads = []
         while len(reads) < len(sites):
             *out, = _SharedRead.apply(tiles, *next(self.chunks), *xs, *rs)

@@ -25,7 +25,7 @@ from itertools import groupby
 import torch
 import torch.nn.functional as F
 
-from model import GPT, DepthAttention, GPTConfig, KVCache
+from model import GPT, GPTConfig, KVCache
 from prepare_data import get_tokenizer, load_tokens
 from routing_kernel import route_weights
 

@@ -37,7 +37,7 @@ import torch._dynamo            # the optimizer would import it; after init_proc
 import torch.distributed as dist
 
 import prepare_data
-from model import GPT, STREAMS, DepthAttention, GPTConfig
+from model import GPT, STREAMS, GPTConfig
 from routing_kernel import use_triton
 
 
