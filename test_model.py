@@ -206,7 +206,8 @@ def depth_case(plan, *shape, H, dtype=torch.float32, device=DEVICE):
         return out
 
     query = parameters(S, shape[-1], scale=2 * shape[-1] ** -0.5, **on)
-    return read, [query, *(x.requires_grad_() for x in tensors(S, *shape, seed=1, **on))], tensors(S, *shape, seed=2, **on)
+    sources = tensors(S, *shape, seed=1, **on)
+    return read, [query, *(x.requires_grad_() for x in sources)], tensors(S, *shape, seed=2, **on)
 
 
 def group_case(S, size, *shape, H, dtype=torch.float32, device=DEVICE):
@@ -309,7 +310,8 @@ def test_memory_layout_does_not_matter(kernels, make):
 
     rows = lambda x: x[:1].expand(2, 2, 32)                                     # the batch repeats one row
     for layout, like in ((lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), lambda x: x),
-                         (lambda x: x.repeat(1, 1, 3)[:, :, 32:64], lambda x: x), (rows, lambda x: rows(x).contiguous())):
+                         (lambda x: x.repeat(1, 1, 3)[:, :, 32:64], lambda x: x),
+                         (rows, lambda x: rows(x).contiguous())):
         assert not layout(leaves[-1]).is_contiguous()
         assert all(map(torch.equal, with_layout(layout), with_layout(like)))
 
