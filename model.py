@@ -23,7 +23,8 @@ so GPT.forward is one loop for every residual mode:
 
 Symbols: B batch, T sequence length, D model width, L blocks, H routing heads. A *source* is
 the embedding or a sublayer's raw output (in delta, a sum of some); a *site* is a place that
-reads: before each of the 2L sublayers, and once more before the head. So there are 2L + 1 of each.
+reads: before each of the 2L sublayers, and once more before the head. So there are 2L + 1 of each
+(in delta 2L sites, and as many sources as groups).
 """
 from dataclasses import dataclass
 
@@ -432,4 +433,5 @@ class GPT(nn.Module):
         for part in [self.embed, *(m for block in self.blocks for m in block.children()), self.head]:
             part.compile()
         compiled = {name: staticmethod(torch.compile(getattr(stream, name))) for name in getattr(stream, 'parts', ())}
-        self.stream_class = type(stream.__name__, (stream,), compiled)
+        if compiled:
+            self.stream_class = type(stream.__name__, (stream,), compiled)

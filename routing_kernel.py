@@ -730,8 +730,11 @@ class _Read(torch.autograd.Function):
 
 
 @functools.cache
-def use_triton(choice, device):
-    """Whether the kernels run, for choice = auto | triton | pytorch. Says so once; RuntimeError if in vain."""
+def use_triton(choice, device, unfit=None):
+    """
+    Whether the kernels run, for choice = auto | triton | pytorch. Says so once; RuntimeError if in vain. unfit: why
+    they cannot serve these shapes, if they cannot.
+    """
     if triton is None:
         why_not = 'Triton is not installed'
     elif os.environ.get('TRITON_INTERPRET') == '1':
@@ -740,6 +743,7 @@ def use_triton(choice, device):
         why_not = f'no CUDA device, the model is on {device.type}'
     else:
         why_not = None if torch.cuda.get_device_capability(device) >= (8, 0) else 'the GPU is older than Ampere'
+    why_not = why_not or unfit
     if choice == 'triton' and why_not:
         raise RuntimeError(f'routing=triton is not possible here: {why_not}')
     use = choice != 'pytorch' and not why_not
@@ -871,7 +875,7 @@ class GroupHistory:
     query, null (S, D), alpha (S,): the sites' effective queries, null sources and gates; size: sites of a group, of
     which the last may be short. The rest, and what is said of sources, as in DepthHistory; query, null and alpha may
     not be modified before backward either. More than 24 groups, or a head too wide for the GPU's shared memory, take
-    the PyTorch reference.
+    the PyTorch reference, and say so; with backend=triton a RuntimeError.
     """
 
     def __init__(self, query, null, alpha, size, n_head, eps=1e-6, backend='auto'):
@@ -888,13 +892,14 @@ class GroupHistory:
         if self.site == len(self.query):
             raise ValueError(f'all {self.site} sites have read')
         check_source(source, self.sources, self.query.shape[1])
+        tiles = self.tiles(source)
+        unfit = None if tiles else 'delta: a head is too wide, or the groups are too many, for one tile'
+        kernels = source.numel() and source.dtype != torch.float64 and use_triton(self.backend, source.device, unfit)
         self.sources.append(source)
         sites = range(self.site, min(self.site + self.size, len(self.query)))
         self.site = sites.stop
-        if source.numel() and source.dtype != torch.float64 and use_triton(self.backend, source.device):
-            tiles = self.tiles(source)
-            if tiles:
-                return self.read_triton(tiles, sites, source, inverse_rms(source, self.eps) if r is None else r)
+        if kernels:
+            return self.read_triton(tiles, sites, source, inverse_rms(source, self.eps) if r is None else r)
         null = self.null.to(source.dtype)
         return [(self.alpha[s] * upcast(route(self.query[s], [null[s].expand_as(source), *self.sources], self.n_head,
                                               self.eps))).to(source.dtype) for s in sites]
@@ -902,8 +907,8 @@ class GroupHistory:
     def tiles(self, x):
         """Widths measured on an H200; None where a head is too wide or the sources are too many for one tile."""
         H, K = self.n_head, self.query.shape[1] // self.n_head
-        ROWS = triton.next_power_of_2(8 - -len(self.query) // self.size)
-        if ROWS > 32 or (2 * ROWS + 24) * K * x.element_size() > shared_memory(x.device):
+        ROWS = 1 << (7 - -len(self.query) // self.size).bit_length()        # 8 null sources, a source per group
+        if triton is None or ROWS > 32 or (2 * ROWS + 24) * K * x.element_size() > shared_memory(x.device):
             return None
         read, grad = (dict(H=H, K=K, W=W, **pieces(triton.cdiv(K, W), 64), ROWS=ROWS, P=P, num_warps=W, STAGES=stages)
                       for W, P, stages in ((triton.next_power_of_2(triton.cdiv(K, 320)), 16, 3),
