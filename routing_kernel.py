@@ -85,7 +85,7 @@ def route(query, sources, n_head, eps=1e-6):
 
 # ---- forward kernels. Sources and reads are the caller's own tensors, BT D with BT = B * T positions, nowhere copied
 # or stacked. The table V (S) says where the sources lie, see `place`. Buffers are row-major:
-#   Q    (S, D)       effective queries    LSE  (BT, H, S)   log-sum-exp of each site's logits
+#   Q    (S, D)       effective queries    LSE  (BT, S, H)   log-sum-exp of each site's logits
 #   RSTD (BT, S)      1 / RMS of each source's row           (S padded to a multiple of 16 in RSTD and LSE)
 #   NORM (S, BT)      1 / RMS of each read, where its consumer wants it normalised: OUT then holds the read times NORM
 #
@@ -127,7 +127,7 @@ def place(X, Q):
 @jit
 def pick(places, j):
     """Place j of a vector of places, in elements from Q. A lookup in a loop over rows would hold up their loads."""
-    return tl.sum(tl.where(tl.arange(0, places.shape[0]) == j, places, 0)) * 16
+    return tl.sum(tl.gather(places, tl.full([1], j, tl.int32), 0)) * 16
 
 
 @jit
@@ -139,12 +139,18 @@ def zeros(shape: tl.constexpr, PARTS: tl.constexpr):
 
 
 @jit
+def products(a, b, PARTS: tl.constexpr):
+    """a * b, added up over the pieces, in fp32: what is left to sum is one tile."""
+    total = a[0].to(tl.float32) * b[0]
+    for j in tl.static_range(1, PARTS):
+        total += a[j].to(tl.float32) * b[j]
+    return total
+
+
+@jit
 def inner(a, b, PARTS: tl.constexpr):
     """<a, b> over a head's columns, in fp32."""
-    total = tl.sum(a[0].to(tl.float32) * b[0], 1)
-    for j in tl.static_range(1, PARTS):
-        total += tl.sum(a[j].to(tl.float32) * b[j], 1)
-    return total
+    return tl.sum(products(a, b, PARTS), 1)
 
 
 @jit
@@ -206,16 +212,16 @@ def read_site(X, V, RSTD, Q, OUT, LSE, NORM, s, base, BT, SP, eps,
     x = load_parts(X + t * D + head, k, mk, K, KW, PARTS, EVEN, False)
     if CARRY:
         o = load_parts(OUT + t * D + head, k, mk, K, KW, PARTS, EVEN, False)
-        lse = tl.load(LSE + (t * H + h) * SP + s, mask=mh, other=0.0)
-    r = tl.rsqrt(tl.sum(inner(x, x, PARTS)) / D + eps)
+        lse = tl.load(LSE + (t * SP + s) * H + h, mask=mh, other=0.0)
+    r = tl.rsqrt(tl.sum(products(x, x, PARTS)) / D + eps)
     m = inner(x, q, PARTS) * r                                              # HB: running maximum, sum and mix
-    l = tl.full([HB], 1.0, tl.float32)
-    acc = weighted(x, 1.0, x, 0.0, PARTS)
     if CARRY:
         top = tl.maximum(m, lse)
         l, p = tl.exp(m - top), tl.exp(lse - top)
-        acc = weighted(acc, l[:, None], o, p[:, None], PARTS)
+        acc = weighted(x, l[:, None], o, p[:, None], PARTS)
         l, m = l + p, top
+    else:
+        l, acc = tl.full([HB], 1.0, tl.float32), weighted(zeros([HB, KW], PARTS), 1.0, x, 1.0, PARTS)
     for i in tl.range(base, s, num_stages=STAGES):
         v = load_parts(Q + pick(places, i - base) + t * D + head, k, mk, K, KW, PARTS, EVEN, False)
         z = inner(v, q, PARTS) * tl.load(RSTD + t * SP + i)
@@ -231,7 +237,7 @@ def read_site(X, V, RSTD, Q, OUT, LSE, NORM, s, base, BT, SP, eps,
         tl.store(NORM + s * (BT + t * 0) + t, norm)
         scale *= norm
     store_parts(OUT + t * D + head, k, mk, acc, scale[:, None], K, KW, PARTS, EVEN)
-    tl.store(LSE + (t * H + h) * SP + s, m + tl.log(l), mask=mh)
+    tl.store(LSE + (t * SP + s) * H + h, m + tl.log(l), mask=mh)
 
 
 @jit(do_not_specialize=['s', 'n'])
@@ -269,7 +275,7 @@ def read_group(V, RSTD, Q, OUT, LSE, s, n, BT, S, SP,
         if b % blocks == blocks - 1:
             store_parts(OUT + ((c - s) * BT + t)[None, :, None] * D + h * K, k, mc[None, :, None],
                         acc, (1.0 / l)[None, :, None], K, KW, PARTS, EVEN)
-            tl.store(LSE + (t * H + h) * SP + c, m + tl.log(l), mask=mc)
+            tl.store(LSE + (t * SP + c) * H + h, m + tl.log(l), mask=mc)
 
 
 # ---- backward kernels. For site s, source n, head h, with do = dout_s[h], v the head's slice of source n, and
@@ -283,8 +289,8 @@ def read_group(V, RSTD, Q, OUT, LSE, s, n, BT, S, SP,
 #
 # If the read is normalised, y = norm out, then out's gradient is made of y's first, do = norm (dy - <dy, y> y / D).
 #
-# The table G (S) says where the do of each site lies. More buffers: DELTA (BT, H, S); for the C sources of a group
-# PART (C, BT, D) and CSUM (BT, H, C), the sums over far sites, those that one pass serves; DZ (C, BT, H, S) = dz r.
+# The table G (S) says where the do of each site lies. More buffers: DELTA (BT, S, H); for the C sources of a group
+# PART (C, BT, D) and CSUM (BT, C, H), the sums over far sites, those that one pass serves; DZ (C, BT, H, S) = dz r.
 
 @jit(do_not_specialize=['s', 'low', 'end', 'c'])
 def grad_site(X, OUT, DY, DO, NORM, G, RSTD, Q, LSE, DELTA, PART, CSUM, DZ, DX, s, low, end, c, BT, SP,
@@ -292,7 +298,7 @@ def grad_site(X, OUT, DY, DO, NORM, G, RSTD, Q, LSE, DELTA, PART, CSUM, DZ, DX, 
               C: tl.constexpr, SITES: tl.constexpr, STAGES: tl.constexpr, CARRY: tl.constexpr):
     """
     One position of source s, which is X: site s, whose do is DY or, if the read was normalised, made of it in DO, and
-    enters G; sites s+1..end-1; and what PART carries. Writes dz of sites low..end-1, at most SITES, zero before s.
+    enters G; sites s+1..end-1; and what PART carries. Writes dz of sites s..end-1; end - low is at most SITES.
     """
     D: tl.constexpr = H * K
     EVEN: tl.constexpr = K == KW * PARTS
@@ -302,24 +308,24 @@ def grad_site(X, OUT, DY, DO, NORM, G, RSTD, Q, LSE, DELTA, PART, CSUM, DZ, DX, 
     mh = h < H
     k = tl.broadcast_to(tl.arange(0, KW)[None, :], [HB, KW])
     head, mk = (h * K)[:, None], mh[:, None]
-    at = (t * H + h) * SP                                                   # row of LSE, DELTA and DZ
-    DZ += c * BT * H * SP
+    at = t * SP * H + h                                                     # of LSE and DELTA, at site 0
+    DZ += ((c * BT + t) * H + h) * SP
 
     sites = low + tl.arange(0, SITES)
     places = tl.load(G + sites, mask=(sites > s) & (sites < end), other=0)
     v = load_parts(X + t * D + head, k, mk, K, KW, PARTS, EVEN, False)     # PARTS x (HB KW)
     q = load_parts(Q + s * D + head, k, mk, K, KW, PARTS, EVEN, True)
     r = tl.load(RSTD + t * SP + s)
-    lse = tl.load(LSE + at + s, mask=mh, other=0.0)
+    lse = tl.load(LSE + at + s * H, mask=mh, other=0.0)
     if CARRY:
         part = load_parts(PART + (c * BT + t) * D + head, k, mk, K, KW, PARTS, EVEN, False)
-        csum = tl.load(CSUM + (t * H + h) * C + c, mask=mh, other=0.0)
+        csum = tl.load(CSUM + (t * C + c) * H + h, mask=mh, other=0.0)
     out = load_parts(OUT + t * D + head, k, mk, K, KW, PARTS, EVEN, False)
     do = load_parts(DY + t * D + head, k, mk, K, KW, PARTS, EVEN, False)
     if NORM is not None:
         norm = tl.load(NORM + s * BT + t)
         dy, do = do, ()
-        mean = tl.sum(inner(dy, out, PARTS)) / D
+        mean = tl.sum(products(dy, out, PARTS)) / D
         for j in tl.static_range(PARTS):
             do = do + ((norm * (dy[j].to(tl.float32) - mean * out[j])).to(DO.dtype.element_ty),)
         store_parts(DO + t * D + head, k, mk, do, 1.0, K, KW, PARTS, EVEN)
@@ -327,14 +333,14 @@ def grad_site(X, OUT, DY, DO, NORM, G, RSTD, Q, LSE, DELTA, PART, CSUM, DZ, DX, 
     if NORM is not None:
         delta /= norm
     tl.store(G + s, place(DO, Q), mask=t == 0)
-    tl.store(DELTA + at + s, delta, mask=mh)
+    tl.store(DELTA + at + s * H, delta, mask=mh)
     z = inner(v, q, PARTS) * r
     w = tl.exp(z - lse)
     dz = w * (inner(v, do, PARTS) - delta)
     dz = tl.where(s == 0, 0.0, dz)                                          # the only source: no rounding may move q
     zsum = dz * z                                                           # HB: sum_s dz z
     dz *= r
-    tl.store(DZ + at + s, dz.to(DZ.dtype.element_ty), mask=mh)
+    tl.store(DZ + s, dz.to(DZ.dtype.element_ty), mask=mh)
     acc = weighted(q, dz[:, None], do, w[:, None], PARTS)
     if CARRY:
         acc = weighted(acc, 1.0, part, 1.0, PARTS)
@@ -343,17 +349,15 @@ def grad_site(X, OUT, DY, DO, NORM, G, RSTD, Q, LSE, DELTA, PART, CSUM, DZ, DX, 
         g = load_parts(Q + pick(places, i - low) + t * D + head, k, mk, K, KW, PARTS, EVEN, False)
         u = load_parts(Q + i * D + head, k, mk, K, KW, PARTS, EVEN, True)
         zi = inner(v, u, PARTS) * r
-        wi = tl.exp(zi - tl.load(LSE + at + i, mask=mh, other=0.0))
-        dzi = wi * (inner(v, g, PARTS) - tl.load(DELTA + at + i, mask=mh, other=0.0))
+        wi = tl.exp(zi - tl.load(LSE + at + i * H, mask=mh, other=0.0))
+        dzi = wi * (inner(v, g, PARTS) - tl.load(DELTA + at + i * H, mask=mh, other=0.0))
         zsum += dzi * zi
         dzi *= r
-        tl.store(DZ + at + i, dzi.to(DZ.dtype.element_ty), mask=mh)
+        tl.store(DZ + i, dzi.to(DZ.dtype.element_ty), mask=mh)
         acc = weighted(acc, 1.0, g, wi[:, None], PARTS)
         acc = weighted(acc, 1.0, u, dzi[:, None], PARTS)
     f = r * r * tl.sum(tl.where(mh, zsum, 0.0)) / D
     store_parts(DX + t * D + head, k, mk, weighted(acc, 1.0, v, -f, PARTS), 1.0, K, KW, PARTS, EVEN)
-    before = mh[:, None] & (sites < s)[None, :]
-    tl.store(DZ + at[:, None] + sites[None, :], tl.zeros([HB, SITES], DZ.dtype.element_ty), mask=before)
 
 
 @jit(do_not_specialize=['s', 'end', 'n'])
@@ -369,7 +373,7 @@ def grad_group(V, G, RSTD, Q, LSE, DELTA, PART, CSUM, DZ, s, end, n, BT, N, SP,
     BT = BT + t * 0
     c = tl.arange(0, C)
     mc = n + c < N
-    at = (t * H + h) * SP                                                   # row of LSE, DELTA and DZ
+    at = t * SP * H + h                                                     # of LSE and DELTA, at site 0
     v = load_parts(Q + (tl.load(V + n + c, mask=mc, other=0) * 16 + t * D)[None, :, None] + h * K, k, mc[None, :, None],
                    K, KW, PARTS, EVEN, False)
     r = tl.load(RSTD + t * SP + n + c, mask=mc, other=0.0)[:, None]
@@ -383,15 +387,15 @@ def grad_group(V, G, RSTD, Q, LSE, DELTA, PART, CSUM, DZ, s, end, n, BT, N, SP,
         at_i = tl.load(G + i, mask=mi, other=0) * 16 + t * D
         do = load_parts(Q + at_i[None, :, None] + h * K, k, mi[None, :, None], K, KW, PARTS, EVEN, False)
         z = matmul(v, q, PARTS) * r                                         # C NB
-        w = tl.exp(z - tl.load(LSE + at + i, mask=mi, other=float('inf'))[None, :])
-        dz = w * (matmul(v, do, PARTS) - tl.load(DELTA + at + i, mask=mi, other=0.0)[None, :])
+        w = tl.exp(z - tl.load(LSE + at + i * H, mask=mi, other=float('inf'))[None, :])
+        dz = w * (matmul(v, do, PARTS) - tl.load(DELTA + at + i * H, mask=mi, other=0.0)[None, :])
         zsum += tl.sum(dz * z, 1)
         dz *= r
-        tl.store(DZ + (c * BT * H * SP)[:, None] + (at + i)[None, :], dz.to(DZ.dtype.element_ty),
+        tl.store(DZ + (((c * BT + t) * H + h) * SP)[:, None] + i[None, :], dz.to(DZ.dtype.element_ty),
                  mask=mc[:, None] & mi[None, :])
         acc = mix(mix(acc, 1.0, do, w, W, PARTS), 1.0, q, dz, W, PARTS)
     store_parts(PART + (c * BT + t)[None, :, None] * D + h * K, k, mc[None, :, None], acc, 1.0, K, KW, PARTS, EVEN)
-    tl.store(CSUM + (t * H + h) * C + c, zsum, mask=mc)
+    tl.store(CSUM + (t * C + c) * H + h, zsum, mask=mc)
 
 
 @jit(do_not_specialize=['s', 'end', 'n', 'count'])
@@ -414,7 +418,8 @@ def grad_query(V, Q, DZ, DQ, s, end, n, count, BT, S, SP,
         t = (b % blocks * shares + share) * TB + tl.arange(0, TB)
         mt = (t < BT)[:, None]
         v = load_parts(Q + pick(places, c) + t[:, None] * D + h * K, k, mt, K, KW, PARTS, EVEN, False)
-        dz = tl.load(DZ + ((c * BT + t) * H + h)[:, None] * SP + i[None, :], mask=mt & (i < end)[None, :], other=0.0)
+        dz = tl.load(DZ + ((c * BT + t) * H + h)[:, None] * SP + i[None, :],
+                     mask=mt & ((i >= n + c) & (i < end))[None, :], other=0.0)      # a site reads no later source
         more = ()
         for j in tl.static_range(PARTS):
             more = more + (tl.dot(tl.trans(dz), v[j], acc[j], input_precision='tf32x3'),)
@@ -583,7 +588,7 @@ class _Run:
         # A copy: aligned, as the units of `place` need it, and unchanged if an optimizer steps before backward.
         self.Q = query.detach().to(x.dtype, copy=True, memory_format=torch.contiguous_format)
         self.V, self.G = (torch.empty(S, dtype=torch.int64, device=x.device) for _ in 'VG')
-        self.RSTD, self.LSE = self.fp32(self.BT, self.SP), self.fp32(self.BT, n_head, self.SP)
+        self.RSTD, self.LSE = self.fp32(self.BT, self.SP), self.fp32(self.BT, self.SP, n_head)
         self.NORM = self.fp32(S, self.BT)
         self.s = self.base = self.until = 0             # sites read; sources carried, for the sites below until
         self.task = None                                                    # the backward pass that is under way
@@ -652,7 +657,7 @@ class _Run:
         """Gradient of source s, which is x; all later sites have been here before."""
         if self.task != torch._C._current_graph_task_id():                  # a new backward pass
             self.task, self.end, self.alive = torch._C._current_graph_task_id(), s + 1, []
-            self.DELTA, self.CSUM = torch.empty_like(self.LSE), self.fp32(self.BT, self.H, self.C)
+            self.DELTA, self.CSUM = torch.empty_like(self.LSE), self.fp32(self.BT, self.C, self.H)
             self.PART = self.like.new_empty(min(self.C, s + 1), self.BT, self.D)
             self.DZ = self.like.new_empty(min(self.C, s + 1), self.BT, self.H, self.SP)
             self.DQ = self.fp32(self.SHARES, self.S, self.D).zero_()
