@@ -90,7 +90,9 @@ def route(query, sources, n_head, eps=1e-6):
 #   NORM (S, BT)      1 / RMS of each read, where its consumer wants it normalised: OUT then holds the read times NORM
 #
 # Tiles need powers of two and K is often none, so a head's slice is held as a tuple of equal pieces,
-# `PARTS` of KW columns (K = 160 is 5 x 32, with no lane idle). In the group kernels each of W warps has its own.
+# `PARTS` of KW columns (K = 160 is 5 x 32, with no lane idle). In the group kernels each of W warps has its own. A
+# head too wide for that is cut in SLICES, each with a program of its own. There are two launches then, of which the
+# FIRST only leaves each slice's share of the logits in Z (BT, H, SLICES, 2 C, S); backward needs twice as many.
 
 jit = (lambda *f, **kw: f[0] if f else lambda f: f) if triton is None else triton.jit
 
@@ -163,6 +165,14 @@ def weighted(acc, scale, rows, weight, PARTS: tl.constexpr):
 
 
 @jit
+def absorb(m, l, acc, rows, z, PARTS: tl.constexpr):
+    """A softmax under way (of maximum m, sum l and mix acc so far) takes in rows with the logits z."""
+    top = tl.maximum(m, z)
+    a, p = tl.exp(m - top), tl.exp(z - top)
+    return top, a * l + p, weighted(acc, a[:, None], rows, p[:, None], PARTS)
+
+
+@jit
 def either(mask, a, b, PARTS: tl.constexpr):
     """a where mask, else b, piece by piece, in fp32."""
     out = ()
@@ -178,6 +188,20 @@ def matmul(a, rows, PARTS: tl.constexpr):
     for j in tl.static_range(1, PARTS):
         total = tl.dot(a[j], tl.permute(rows[j], (0, 2, 1)), total, input_precision='tf32x3')
     return tl.sum(total, 0)
+
+
+@jit
+def whole(a, rows, Z, at, stride, own, mask, SLICES: tl.constexpr, FIRST: tl.constexpr, PARTS: tl.constexpr):
+    """matmul over a whole head. If that is in slices, the first launch leaves the share of each in Z, at `at`."""
+    if SLICES == 1 or FIRST:
+        total = matmul(a, rows, PARTS)
+    else:
+        total = tl.load(Z + at, mask=mask, other=0.0)
+        for j in tl.static_range(1, SLICES):
+            total += tl.load(Z + at + j * stride, mask=mask, other=0.0)
+    if FIRST:
+        tl.store(Z + at + own * stride, total, mask=mask)
+    return total
 
 
 @jit
@@ -214,21 +238,13 @@ def read_site(X, V, RSTD, Q, OUT, LSE, NORM, s, base, BT, SP, eps,
         o = load_parts(OUT + t * D + head, k, mk, K, KW, PARTS, EVEN, False)
         lse = tl.load(LSE + (t * SP + s) * H + h, mask=mh, other=0.0)
     r = tl.rsqrt(tl.sum(products(x, x, PARTS)) / D + eps)
-    m = inner(x, q, PARTS) * r                                              # HB: running maximum, sum and mix
+    m, l = inner(x, q, PARTS) * r, tl.full([HB], 1.0, tl.float32)           # HB
+    acc = weighted(zeros([HB, KW], PARTS), 1.0, x, 1.0, PARTS)              # x in fp32
     if CARRY:
-        top = tl.maximum(m, lse)
-        l, p = tl.exp(m - top), tl.exp(lse - top)
-        acc = weighted(x, l[:, None], o, p[:, None], PARTS)
-        l, m = l + p, top
-    else:
-        l, acc = tl.full([HB], 1.0, tl.float32), weighted(zeros([HB, KW], PARTS), 1.0, x, 1.0, PARTS)
+        m, l, acc = absorb(m, l, acc, o, lse, PARTS)
     for i in tl.range(base, s, num_stages=STAGES):
         v = load_parts(Q + pick(places, i - base) + t * D + head, k, mk, K, KW, PARTS, EVEN, False)
-        z = inner(v, q, PARTS) * tl.load(RSTD + t * SP + i)
-        new = tl.maximum(m, z)
-        a, p1 = tl.exp(m - new), tl.exp(z - new)
-        acc = weighted(acc, a[:, None], v, p1[:, None], PARTS)
-        l, m = a * l + p1, new
+        m, l, acc = absorb(m, l, acc, v, inner(v, q, PARTS) * tl.load(RSTD + t * SP + i), PARTS)
     tl.store(V + s, place(X, Q), mask=t == 0)
     tl.store(RSTD + t * SP + s, r)
     scale = 1.0 / l
@@ -241,14 +257,15 @@ def read_site(X, V, RSTD, Q, OUT, LSE, NORM, s, base, BT, SP, eps,
 
 
 @jit(do_not_specialize=['s', 'n'])
-def read_group(V, RSTD, Q, OUT, LSE, s, n, BT, S, SP,
+def read_group(Z, V, RSTD, Q, OUT, LSE, s, n, BT, S, SP,
                H: tl.constexpr, K: tl.constexpr, W: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr,
-               C: tl.constexpr, NB: tl.constexpr, P: tl.constexpr):
+               SLICES: tl.constexpr, C: tl.constexpr, NB: tl.constexpr, P: tl.constexpr, FIRST: tl.constexpr):
     """P positions of one head, sites s..s+C-1, the rows of OUT, over sources 0..n-1: each row is read once for all."""
     D: tl.constexpr = H * K
-    EVEN: tl.constexpr = K == W * KW * PARTS
-    h = tl.program_id(0) % H                                                # the heads of a position run side by side
-    k = (tl.arange(0, W)[:, None] * (KW * PARTS) + tl.arange(0, KW)[None, :])[:, None, :]       # W 1 KW
+    EVEN: tl.constexpr = K == SLICES * W * KW * PARTS
+    head = tl.program_id(0) % (H * SLICES)                                  # the heads of a position run side by side
+    h, own = head // SLICES, head % SLICES
+    k = ((own * W + tl.arange(0, W)[:, None]) * (KW * PARTS) + tl.arange(0, KW)[None, :])[:, None, :]       # W 1 KW
     c = s + tl.arange(0, C)
     mc = c < S
     q = load_parts(Q + c[None, :, None] * D + h * K, k, mc[None, :, None],              # PARTS x (W C KW)
@@ -257,7 +274,7 @@ def read_group(V, RSTD, Q, OUT, LSE, s, n, BT, S, SP,
     l = tl.zeros([C], tl.float32)
     acc = zeros([W, C, KW], PARTS)
     blocks = tl.cdiv(n, NB)
-    t0 = (tl.program_id(0) // H).to(tl.int64) * P
+    t0 = (tl.program_id(0) // (H * SLICES)).to(tl.int64) * P
     BT = BT + t0 * 0
     for b in range(blocks * tl.minimum(P, BT - t0).to(tl.int32)):           # one loop: loads run ahead across positions
         t = t0 + b // blocks
@@ -265,17 +282,20 @@ def read_group(V, RSTD, Q, OUT, LSE, s, n, BT, S, SP,
         mi = i < n
         v = load_parts(Q + (tl.load(V + i, mask=mi, other=0) * 16 + t * D)[None, :, None] + h * K, k, mi[None, :, None],
                        K, KW, PARTS, EVEN, False)
-        r = tl.load(RSTD + t * SP + i, mask=mi, other=0.0)
-        z = tl.where(mi[None, :], matmul(q, v, PARTS) * r[None, :], -1e30)  # C NB
-        m = tl.where(b % blocks == 0, -1e30, m)                             # a new position: a = 0 clears l and acc
-        top = tl.maximum(m, tl.max(z, 1))
-        a, p = tl.exp(m - top), tl.exp(z - top[:, None])
-        l, m = a * l + tl.sum(p, 1), top
-        acc = mix(acc, a[None, :, None], v, p, W, PARTS)
-        if b % blocks == blocks - 1:
-            store_parts(OUT + ((c - s) * BT + t)[None, :, None] * D + h * K, k, mc[None, :, None],
-                        acc, (1.0 / l)[None, :, None], K, KW, PARTS, EVEN)
-            tl.store(LSE + (t * SP + c) * H + h, m + tl.log(l), mask=mc)
+        at = ((t * H + h) * SLICES * 2 * C + c - s)[:, None] * SP + i[None, :]
+        z = whole(q, v, Z, at, 2 * C * SP, own, mc[:, None] & mi[None, :], SLICES, FIRST, PARTS)
+        if not FIRST:
+            r = tl.load(RSTD + t * SP + i, mask=mi, other=0.0)
+            z = tl.where(mi[None, :], z * r[None, :], -1e30)                # C NB
+            m = tl.where(b % blocks == 0, -1e30, m)                         # a new position: a = 0 clears l and acc
+            top = tl.maximum(m, tl.max(z, 1))
+            a, p = tl.exp(m - top), tl.exp(z - top[:, None])
+            l, m = a * l + tl.sum(p, 1), top
+            acc = mix(acc, a[None, :, None], v, p, W, PARTS)
+            if b % blocks == blocks - 1:
+                store_parts(OUT + ((c - s) * BT + t)[None, :, None] * D + h * K, k, mc[None, :, None],
+                            acc, (1.0 / l)[None, :, None], K, KW, PARTS, EVEN)
+                tl.store(LSE + (t * SP + c) * H + h, m + tl.log(l), mask=mc)
 
 
 # ---- backward kernels. For site s, source n, head h, with do = dout_s[h], v the head's slice of source n, and
@@ -361,15 +381,16 @@ def grad_site(X, OUT, DY, DO, NORM, G, RSTD, Q, LSE, DELTA, PART, CSUM, DZ, DX, 
 
 
 @jit(do_not_specialize=['s', 'end', 'n'])
-def grad_group(V, G, RSTD, Q, LSE, DELTA, PART, CSUM, DZ, s, end, n, BT, N, SP,
+def grad_group(Z, V, G, RSTD, Q, LSE, DELTA, PART, CSUM, DZ, s, end, n, BT, N, SP,
                H: tl.constexpr, K: tl.constexpr, W: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr,
-               C: tl.constexpr, NB: tl.constexpr):
+               SLICES: tl.constexpr, C: tl.constexpr, NB: tl.constexpr, FIRST: tl.constexpr):
     """One position of one head, sources n..n+C-1, below N, over sites s..end-1: each do row is read once for all."""
     D: tl.constexpr = H * K
-    EVEN: tl.constexpr = K == W * KW * PARTS
-    h = tl.program_id(0) % H                                                # the heads of a position run side by side
-    k = (tl.arange(0, W)[:, None] * (KW * PARTS) + tl.arange(0, KW)[None, :])[:, None, :]       # W 1 KW
-    t = (tl.program_id(0) // H).to(tl.int64)
+    EVEN: tl.constexpr = K == SLICES * W * KW * PARTS
+    head = tl.program_id(0) % (H * SLICES)                                  # the heads of a position run side by side
+    h, own = head // SLICES, head % SLICES
+    k = ((own * W + tl.arange(0, W)[:, None]) * (KW * PARTS) + tl.arange(0, KW)[None, :])[:, None, :]       # W 1 KW
+    t = (tl.program_id(0) // (H * SLICES)).to(tl.int64)
     BT = BT + t * 0
     c = tl.arange(0, C)
     mc = n + c < N
@@ -386,16 +407,19 @@ def grad_group(V, G, RSTD, Q, LSE, DELTA, PART, CSUM, DZ, s, end, n, BT, N, SP,
                        K, KW, PARTS, EVEN, True)
         at_i = tl.load(G + i, mask=mi, other=0) * 16 + t * D
         do = load_parts(Q + at_i[None, :, None] + h * K, k, mi[None, :, None], K, KW, PARTS, EVEN, False)
-        z = matmul(v, q, PARTS) * r                                         # C NB
-        w = tl.exp(z - tl.load(LSE + at + i * H, mask=mi, other=float('inf'))[None, :])
-        dz = w * (matmul(v, do, PARTS) - tl.load(DELTA + at + i * H, mask=mi, other=0.0)[None, :])
-        zsum += tl.sum(dz * z, 1)
-        dz *= r
-        tl.store(DZ + (((c * BT + t) * H + h) * SP)[:, None] + i[None, :], dz.to(DZ.dtype.element_ty),
-                 mask=mc[:, None] & mi[None, :])
-        acc = mix(mix(acc, 1.0, do, w, W, PARTS), 1.0, q, dz, W, PARTS)
-    store_parts(PART + (c * BT + t)[None, :, None] * D + h * K, k, mc[None, :, None], acc, 1.0, K, KW, PARTS, EVEN)
-    tl.store(CSUM + (t * C + c) * H + h, zsum, mask=mc)
+        z_at, mz = ((t * H + h) * SLICES * 2 * C + c)[:, None] * SP + i[None, :], mc[:, None] & mi[None, :]
+        z = whole(v, q, Z, z_at, 2 * C * SP, own, mz, SLICES, FIRST, PARTS) * r                     # C NB
+        dw = whole(v, do, Z, z_at + C * SP, 2 * C * SP, own, mz, SLICES, FIRST, PARTS)
+        if not FIRST:
+            w = tl.exp(z - tl.load(LSE + at + i * H, mask=mi, other=float('inf'))[None, :])
+            dz = w * (dw - tl.load(DELTA + at + i * H, mask=mi, other=0.0)[None, :])
+            zsum += tl.sum(dz * z, 1)
+            dz *= r
+            tl.store(DZ + (((c * BT + t) * H + h) * SP)[:, None] + i[None, :], dz.to(DZ.dtype.element_ty), mask=mz)
+            acc = mix(mix(acc, 1.0, do, w, W, PARTS), 1.0, q, dz, W, PARTS)
+    if not FIRST:
+        store_parts(PART + (c * BT + t)[None, :, None] * D + h * K, k, mc[None, :, None], acc, 1.0, K, KW, PARTS, EVEN)
+        tl.store(CSUM + (t * C + c) * H + h, zsum, mask=mc)
 
 
 @jit(do_not_specialize=['s', 'end', 'n', 'count'])
@@ -577,6 +601,7 @@ class _Run:
     """Buffers and launches of one forward pass and its backward. Never shared: two forwards may precede a backward."""
     C = 8                           # sites, or sources, that share one pass over the others
     NB = 16                         # of which it takes so many at a time
+    WHOLE, SLICE = 1280, 512        # columns of a head that is not cut in slices; of a slice of a wider one
     SHARES = 64                     # of the positions, each with a partial dq
     FEW = 64                        # positions that do not fill a GPU: one launch a site is then faster than two
 
@@ -594,23 +619,28 @@ class _Run:
         self.task = None                                                    # the backward pass that is under way
 
         # Widths measured on an H200. The site kernels hold whole rows, at least 8 columns a thread. One warp holds a
-        # head's slice of up to 192 columns in the group kernels; a wider head takes several, and one too wide for
-        # the shared memory (its tiles take 84 bytes a column in 16 bits) does without the group passes.
+        # head of up to 320 or 192 columns in the group kernels; a wider one takes several, and beyond what they hold,
+        # or what fits the shared memory (84 bytes a column in 16 bits), it is cut in slices.
         HB = triton.next_power_of_2(n_head)
         warps = min(4, triton.next_power_of_2(max(1, HB * K // 1280)))
         row = dict(H=n_head, K=K, HB=HB, **pieces(K, max(64, 256 * warps // HB)))
         stages = 3 if n_head > 1 or warps > 1 else 1
-        read_group, grad_group = (
-            dict(H=n_head, K=K, W=W, **pieces(triton.cdiv(K, W), piece if W == 1 else 64), C=self.C, NB=self.NB,
-                 num_warps=W, num_stages=2)
-            for W, piece in ((triton.next_power_of_2(triton.cdiv(K, 320)), 32),
-                             (min(8, triton.next_power_of_2(triton.cdiv(K, 192))), 64)))
-        self.grouped = 84 * K * x.element_size() // 2 <= shared_memory(x.device)
+        fits = K <= min(self.WHOLE, shared_memory(x.device) // (42 * x.element_size()))
+        slices = 1 if fits else triton.cdiv(K, self.SLICE)
+
+        def group(columns, most):
+            """Tiles of a head in one warp for so many columns each, at most so many."""
+            W = min(most, triton.next_power_of_2(triton.cdiv(K, columns * slices)))
+            tile = pieces(triton.cdiv(K, slices * W), 32 if W == 1 else 64)
+            return dict(H=n_head, K=K, W=W, **tile, SLICES=triton.cdiv(K, W * tile['KW'] * tile['PARTS']), C=self.C,
+                        NB=self.NB, num_warps=W, num_stages=2)
+
         self.tiles = SimpleNamespace(
             read_site=dict(row, STAGES=stages, num_warps=warps),
-            read_group=dict(read_group, P=8 if K <= 128 else 4),
-            grad_site=dict(row, C=self.C, STAGES=stages, num_warps=2 * warps if HB > 1 and HB * K > 1024 else warps),
-            grad_group=grad_group,
+            read_group=dict(group(320, 4), P=8 if K <= 128 else 4),
+            grad_site=dict(row, C=self.C, STAGES=stages,
+                           num_warps=min(4, 2 * warps) if HB > 1 and HB * K > 1024 else warps),
+            grad_group=group(192, 8),
             grad_query=dict(H=n_head, K=K, C=self.C, **pieces(min(K, 256), 64), TB=64 if K > 64 else 128, num_stages=3))
 
     def fp32(self, *shape):
@@ -618,6 +648,13 @@ class _Run:
 
     def rows(self, x):
         return aligned(x.reshape(-1, self.D).to(self.like.dtype))
+
+    def launch_group(self, kernel, tiles, blocks, *inputs):
+        """Of so many blocks of positions. Of heads in slices twice, first for the shares of the logits, Z."""
+        slices = tiles['SLICES']
+        Z = self.fp32(self.BT, self.H, slices, 2 * self.C, self.SP) if slices > 1 else None
+        for FIRST in (True, False) if slices > 1 else (False,):
+            kernel[(blocks * self.H * slices,)](Z, *inputs, **tiles, FIRST=FIRST)
 
     @classmethod
     def group_starts(cls, s, S):
@@ -636,11 +673,11 @@ class _Run:
         alive: a run is owned by the graph, which would keep them for as long as anybody keeps the loss.
         """
         s = self.s
-        if self.group_starts(s, self.S) and self.grouped and self.BT >= self.FEW:
+        if self.group_starts(s, self.S) and self.BT >= self.FEW:
             self.O = self.like.new_empty(self.C, self.BT, self.D)
             self.base, self.until = s, s + self.C
-            read_group[(self.H * triton.cdiv(self.BT, self.tiles.read_group['P']),)](
-                self.V, self.RSTD, self.Q, self.O, self.LSE, s, s, self.BT, self.S, self.SP, **self.tiles.read_group)
+            self.launch_group(read_group, self.tiles.read_group, triton.cdiv(self.BT, self.tiles.read_group['P']),
+                              self.V, self.RSTD, self.Q, self.O, self.LSE, s, s, self.BT, self.S, self.SP)
         carried = s < self.until
         # .data, so that modifying one read does not count as modifying the others
         out = self.O[s - self.base].data if carried else self.like.new_empty(self.BT, self.D)
@@ -664,11 +701,11 @@ class _Run:
         c, do, dx = s % self.C, torch.empty_like(dy) if norm else dy, torch.empty_like(x)
         self.alive += [do, x]                                               # G and V hold addresses only
         if s == self.end - 1 or c == self.C - 1:                            # a group of sources begins
-            self.far = self.first_far(s, self.end) if self.grouped else self.end
+            self.far = self.first_far(s, self.end)
             if self.far < self.end:
-                grad_group[(self.H * self.BT,)](
-                    self.V, self.G, self.RSTD, self.Q, self.LSE, self.DELTA, self.PART, self.CSUM, self.DZ,
-                    self.far, self.end, s - c, self.BT, s + 1, self.SP, **self.tiles.grad_group)
+                self.launch_group(grad_group, self.tiles.grad_group, self.BT,
+                                  self.V, self.G, self.RSTD, self.Q, self.LSE, self.DELTA, self.PART, self.CSUM,
+                                  self.DZ, self.far, self.end, s - c, self.BT, s + 1, self.SP)
         grad_site[(self.BT,)](
             x, out, dy, do, self.NORM if norm else None, self.G, self.RSTD, self.Q, self.LSE, self.DELTA, self.PART,
             self.CSUM, self.DZ, dx, s, s - c, self.far, c, self.BT, self.SP, **self.tiles.grad_site,

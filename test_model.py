@@ -180,6 +180,9 @@ def kernels(monkeypatch):
         pytest.skip('Triton is not installed')
     if not CUDA:
         monkeypatch.setattr(routing_kernel._Run, 'SHARES', 2)                   # each is a program, and those are slow
+    torch.use_deterministic_algorithms(True, warn_only=True)                    # fills torch.empty with NaN
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 # A case is a function of leaves and backend that reads a whole history, its leaves, and one gradient per read, of
@@ -265,12 +268,14 @@ def test_kernels_for_any_width_and_depth(kernels, plan, D, H, dtype):
     check_kernels(depth_case(plan, *POSITIONS, D, H=H, dtype=dtype), dtype)
 
 
-@pytest.mark.parametrize('plan, D, H', [('rnnr', 72, 3), ('rrr', 208, 1), ('nr' * 9 + 'n', 16, 2)])     # 208: two warps
-def test_two_phases(kernels, monkeypatch, plan, D, H):
+@pytest.mark.parametrize('plan, D, H, whole', [
+    ('rnnr', 72, 3, 1280), ('rrr', 280, 1, 1280), ('nr' * 9 + 'n', 16, 2, 1280),            # 280: two warps a head
+    ('nrrr', 200, 1, 100), ('r' * 18, 64, 2, 16)])                                          # slices of a head
+def test_two_phases(kernels, monkeypatch, plan, D, H, whole):
     """Groups of two sites make several groups of a short plan."""
-    monkeypatch.setattr(routing_kernel._Run, 'C', 2)
-    monkeypatch.setattr(routing_kernel._Run, 'FEW', 1)
-    check_kernels(depth_case(plan, 3, 5, D, H=H))
+    for name, value in dict(C=2, FEW=1, WHOLE=whole, SLICE=whole // 2).items():
+        monkeypatch.setattr(routing_kernel._Run, name, value)
+    check_kernels(depth_case(plan, *(POSITIONS if len(plan) < 9 else (1, 3)), D, H=H))
 
 
 @pytest.mark.parametrize('dtype', DTYPES)
