@@ -641,7 +641,8 @@ class _Run:
             grad_site=dict(row, C=self.C, STAGES=stages,
                            num_warps=min(4, 2 * warps) if HB > 1 and HB * K > 1024 else warps),
             grad_group=group(192, 8),
-            grad_query=dict(H=n_head, K=K, C=self.C, **pieces(min(K, 256), 64), TB=64 if K > 64 else 128, num_stages=3))
+            grad_query=dict(H=n_head, K=K, C=self.C, **pieces(K if K <= 192 else 128, 64),      # 256: Ampere spills
+                            TB=64 if K > 64 else 128, num_stages=3))
 
     def fp32(self, *shape):
         return self.like.new_empty(shape, dtype=torch.float32)
@@ -986,17 +987,19 @@ def read_all(history, x, S, sublayer=lambda x: x):
     return x
 
 
-def rows_moved(S, run=_Run):
-    """(forward, backward) rows of B * T * D that the kernels read and write, for S sources and S sites."""
+def rows_moved(S, launches=1):
+    """Rows of B * T * D that the kernels read and write, for S sources and S sites; launches: of one group pass."""
+    run = _Run
     starts = [s for s in range(S) if run.group_starts(s, S)]
-    forward = sum(s + 2 * run.C for s in starts)                            # sources read; mixes written and read
+    forward = sum(launches * s + 2 * run.C for s in starts)                 # sources read; mixes written and read
     forward += sum(s - max([0, *(at for at in starts if at <= s)]) + 2 for s in range(S))   # recent, newest; read
     backward = 5 * S                                                        # v, do, out, dv; v for dq
     for group in (range(n, min(n + run.C, S)) for n in range(0, S, run.C)):
         far = run.first_far(group[-1], S)
         backward += sum(far - n - 1 for n in group)                         # do of near sites
-        backward += (S - far + 3 * len(group)) * (far < S)                  # do of far ones; v, sums written and read
-    return forward, backward
+        if far < S:
+            backward += launches * (S - far + len(group)) + 2 * len(group)  # do of far ones, v; sums written and read
+    return forward + backward
 
 
 def main():
@@ -1042,8 +1045,8 @@ def main():
     del big, source
     print(f'\ncopy bandwidth {bandwidth / 1e9:.2f} TB/s; ms of all sites; floor: the rows at that bandwidth')
     print(f'{"shape":38} forward backward    both     rows   floor  reached   pytorch  compiled')
-    for S, tokens, D, H in [(25, 16384, 512, 8), (25, 16384, 512, 1), (49, 16384, 1024, 8),
-                            (73, 8192, 1280, 8), (73, 8192, 1280, 1)]:
+    for S, tokens, D, H in [(25, 16384, 512, 8), (49, 16384, 1024, 8), (73, 8192, 1280, 8), (73, 8192, 1280, 1),
+                            (33, 4096, 4096, 8), (33, 4096, 4096, 1)]:
         q = (torch.randn(S, D, device=device) / (D // H) ** 0.5).requires_grad_()
         x, g = (torch.randn(tokens, D, device=device, dtype=torch.bfloat16) for _ in 'xg')
         x.requires_grad_()
@@ -1061,7 +1064,7 @@ def main():
             return lambda: torch.autograd.grad(f(), (q, x), g)
 
         forward, both = milliseconds(kernels), milliseconds(both_ways(kernels))
-        rows = sum(rows_moved(S))
+        rows = rows_moved(S, 2 if D // H > _Run.WHOLE else 1)
         floor = rows * tokens * D * 2 / bandwidth
         others = []                             # of the others only the first: they keep S^2 / 2 rows in fp32
         for f in (plain, torch.compile(plain)) if (S, H) == (25, 8) else ():
