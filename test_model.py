@@ -269,12 +269,12 @@ def test_kernels_for_any_width_and_depth(kernels, plan, D, H, dtype):
     check_kernels(depth_case(plan, *POSITIONS, D, H=H, dtype=dtype), dtype)
 
 
-@pytest.mark.parametrize('plan, D, H, whole', [
+@pytest.mark.parametrize('plan, D, H, widest', [
     ('rnnr', 72, 3, 1280), ('rrrrnr', 280, 1, 1280), ('nr' * 9 + 'n', 16, 2, 1280), ('r' * 21, 15, 3, 1280),
-    ('rrnrrr', 200, 1, 100), ('r' * 18, 64, 2, 16), ('rrrrrr', 700, 1, 600)])   # three in slices
-def test_two_phases(kernels, monkeypatch, plan, D, H, whole):
+    ('rrnrrr', 200, 1, 50), ('r' * 18, 64, 2, 8), ('rrrrrr', 700, 1, 512)])     # the last three in slices
+def test_two_phases(kernels, monkeypatch, plan, D, H, widest):
     """Groups of two sites make several groups of a short plan; 21 sites, more than a block of far ones."""
-    for name, value in dict(C=2, FEW=1, WHOLE=whole, SLICE=512 if whole == 600 else whole // 2).items():
+    for name, value in dict(C=2, FEW=1, WHOLE=widest, SLICE=widest).items():
         monkeypatch.setattr(routing_kernel._Run, name, value)
     check_kernels(depth_case(plan, *(POSITIONS if len(plan) < 9 and D < 500 else (1, 3)), D, H=H))
 
